@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from logitless.workbench.profile.lint import Finding, Site
 from logitless.workbench.profile.recording import FEW, POINTS, Recording
 from logitless.workbench.profile.recording_tables import show
 from logitless.workbench.profile.storages import Allocation
@@ -34,6 +35,20 @@ def test_names_are_never_broken(width):
     for text in ("1 × 131,072 × 32 × 128 bf16", "layers.35.self_attn.q_norm", "layers.35.mlp.down_proj.lora_B.default"):
         assert text in table
     assert len(table.splitlines()) < 16
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_brackets_of_code_and_of_names_are_shown(width, tmp_path):
+    code = tmp_path / "model.py"
+    code.write_text('bias = torch.zeros(256, sizes[n], name="[/INST]")')
+    site = Site(str(code), 1)
+    finding = Finding("add", "cpu", (256, 64), site, site)
+    made = [Allocation(2 * GIB, (7, 2), "bfloat16", "mul", "heads[/INST]", "activations", 1)]
+    found = Recording(made, [0, 2 * GIB], [("backward", 1)], (finding,))
+    written = io.StringIO()
+    show({"dense": found}, "dense", Console(file=written, width=width, color_system=None))
+    assert written.getvalue().count("heads[/INST]") == 2  # the peak's module and the table's
+    assert f"device {finding}\n" in written.getvalue()
 
 
 def test_tensors_alike_of_several_layers_are_one_line():

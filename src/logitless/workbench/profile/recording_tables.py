@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...units import one_unit
 from .recording import CATEGORIES, LARGEST, Recording
@@ -21,25 +22,25 @@ NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 def show(recordings: dict[str, Recording], main: str, console: Console, units: str = "GiB") -> None:
-    """Stages and categories of every recording side by side; the largest tensors of `main`; findings."""
+    """Stages and categories of every recording side by side; the largest tensors of `main`; findings.
+
+    A line of code, or a name, is no markup, whatever its brackets.
+    """
     at_peak = {name: recording.categories(recording.peak.event) for name, recording in recordings.items()}
     size = one_unit((n for r in recordings.values() for stage in r.stages for n in (stage.nbytes, stage.peak)), units)
     console.print(_stages(recordings, size), highlight=False)
     for name, recording in recordings.items():
         peak = recording.peak
-        console.print(
-            f"[bold]{name}[/bold] peaks at [bold]{size(peak.nbytes)}[/bold] in {peak.stage}: "
-            f"{peak.op} of {peak.module or 'the model'}",
-            highlight=False,
-        )
+        where = f" in {peak.stage}: {peak.op} of {peak.module or 'the model'}"
+        console.print(Text.assemble((name, "bold"), " peaks at ", (size(peak.nbytes), "bold"), where))
         if recording.host > SHOWN_ON_HOST:
-            console.print(f"{name} keeps {size(recording.host)} on the host", highlight=False)
+            console.print(Text(f"{name} keeps {size(recording.host)} on the host"))
     console.print(_categories(at_peak, size), highlight=False)
-    console.print(f"[bold]largest tensors at the peak, {main}[/bold]")
+    console.print(Text(f"largest tensors at the peak, {main}", "bold"))
     console.print(_largest(recordings[main], units, console.width), highlight=False)
     findings = dict.fromkeys(f for recording in recordings.values() for f in recording.findings)
     for finding in findings:
-        console.print(f"[red]device[/red] {finding}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("device", "red"), f" {finding}"), soft_wrap=True)
 
 
 def as_text(recording: Recording) -> str:
@@ -107,8 +108,8 @@ def _largest(recording: Recording, units: str, width: int) -> Table:
         several = len({one.module for one in some}) > 1
         module = (_any_layer(a.module) if several else a.module).removeprefix("model.") or "the model"
         if wide:
-            table.add_row(*cells, a.category, module, a.op)
+            table.add_row(*cells, a.category, Text(module), a.op)
         else:
             table.add_row(*cells)
-            table.add_row("", f"[dim]{a.category}, {module}: {a.op}[/dim]")
+            table.add_row("", Text(f"{a.category}, {module}: {a.op}", "dim"))
     return table
