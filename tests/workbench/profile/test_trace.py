@@ -271,6 +271,25 @@ def test_questions_about_data_that_does_not_exist():
         traced(meta(Routes))
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_nothing_is_nan_or_infinite(device):
+    class Checks(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            assert not torch.isnan(x).any()
+            found = torch.isnan(x) | x.isinf()
+            assert not found.any(dim=-1).sum()
+            assert not found.any()  # as often as one asks
+            assert found.float().mean().item() == found.sum().item() == 0
+            assert torch.isfinite(x).all()
+            assert (found | (x > 0)).any()
+            del found
+            assert all((x > 0).any() for _ in range(9))  # in memory that was of what is false
+            return x
+
+    assert traced(meta(Checks), device=device).recording.stages
+
+
 def test_mistakes():
     with pytest.raises(OptionError, match="expected 'gpu' or 'cpu', got 'tpu'"):
         trace(Model(), device="tpu")

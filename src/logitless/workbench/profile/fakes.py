@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,13 +24,15 @@ from .storages import tensors_of
 aten = torch.ops.aten
 GPU = "meta"  # the device type that stands for a GPU: fake `cuda` tensors need a build with CUDA
 CHUNKS = 2  # of the logitless loss: a later chunk allocates what the second did
+FALSE = {aten.isnan, aten.isinf, aten.isposinf, aten.isneginf}
+FALSE_OF_FALSE = {aten.any, aten.sum, aten.mean, aten.count_nonzero, aten.logical_or, aten.bitwise_or, aten._to_copy}
 
 
 class Fakes:
     """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
 
-    Numbers are 1, conditions hold, nothing is found and nothing is NaN. What a pass over the vocabulary needs to know
-    of its data `vocab.sizing` tells it.
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN or infinite. What a pass over the
+    vocabulary needs to know of its data `vocab.sizing` tells it.
     """
 
     def __init__(self, device: str, labels: Labels) -> None:
@@ -38,7 +41,6 @@ class Fakes:
         self._false: set[int] = set()  # storages of what is false
         self._special = {
             aten._local_scalar_dense.default: self._number,
-            aten.isnan.default: self._isnan,
             aten.nonzero.default: self._nonzero,
             aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
             aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
@@ -54,23 +56,29 @@ class Fakes:
         out = func(*args, **kwargs)
         if self.device != "cpu":
             self.lint.created(tensors_of(out), args)
+        packet = func.overloadpacket
+        if packet in FALSE or (packet in FALSE_OF_FALSE and all(map(self._is_false, tensors_of(args)))):
+            for x in tensors_of(out):
+                self._set_false(x.untyped_storage())
         return out
+
+    def _is_false(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._false
+
+    def _set_false(self, storage: Any) -> None:
+        if storage._cdata not in self._false:
+            self._false.add(storage._cdata)
+            # another storage may come to lie there
+            weakref.finalize(storage, self._false.discard, storage._cdata).atexit = False
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         if not isinstance(x, FakeTensor) or x.constant is not None:
             return func(*args, **kwargs)
-        key = x.untyped_storage()._cdata
-        false = key in self._false
-        self._false.discard(key)
+        false = self._is_false(x)
         if x.dtype == torch.bool:
             return not false
         return float(not false) if x.is_floating_point() else int(not false)
-
-    def _isnan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        self._false.add(out.untyped_storage()._cdata)
-        return out
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
