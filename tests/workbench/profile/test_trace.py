@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import logitless as ll
 from logitless.errors import ConfigError, OptionError
 from logitless.memory import trace
 from logitless.workbench.profile.recording import CATEGORIES, FEW, POINTS
 from logitless.workbench.profile.storages import BLOCK, Tracker, tensors_of
+from logitless.workbench.profile.trace import landmarks
 from tests.support.allocations import peak_new_bytes
-from tests.support.workbench.micro import micro_model
+from tests.support.workbench.micro import SHAPE, micro_model
 
 # Fake tensors hold nothing to poison.
 pytestmark = pytest.mark.compiled
@@ -140,6 +142,36 @@ def test_the_peak_names_operator_and_module():
     assert (t.peak.op, t.peak.module) == ("cat", "model")
     assert t.recording.alive(t.peak.event)[0].shape == (64 * TOKENS, WIDTH)
     assert sum(t.recording.categories(t.peak.event).values()) == t.peak.nbytes == max(t.recording.curve)
+
+
+def test_a_layers_experts_are_no_layers():
+    class Experts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS + 1))
+
+        def forward(self, x):
+            return super().forward(x) + sum(expert(x) for expert in self.experts)
+
+    class Mixture(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Experts() for _ in range(LAYERS))
+
+    model = meta(Mixture)
+    assert landmarks(model) == ("embed", "layers.0", "")
+    assert [s.name for s in traced(model).recording.stages] == STAGES
+
+
+def test_layers_are_those_of_the_decoder():
+    """Of which this model has fewer than blocks of its eyes."""
+    text = {**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    eyes = {"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    with torch.device("meta"):
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=eyes))
+    within = "model.language_model"
+    assert landmarks(model) == (f"{within}.embed_tokens", f"{within}.layers.0", within)
+    assert landmarks(micro_model()) == ("model.embed_tokens", "model.layers.0", "model")
 
 
 def test_several_steps_repeat_their_stages():

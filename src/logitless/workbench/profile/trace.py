@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -214,15 +215,27 @@ class Trace:
 
 
 def landmarks(model: nn.Module) -> tuple[str | None, str | None, str]:
-    """The names of the embedding, the first layer, and the body, which holds the layers."""
+    """The names of the embedding, the first layer, and the body, which holds the layers.
+
+    The layers are the longest list of modules, of a transformers model the longest of its decoder.
+    """
     names = {id(module): short(name) for name, module in model.named_modules()}
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    if not lists:
+    find = getattr(model, "get_decoder", None)
+    layers = max(_lists(find() if find else model), key=len, default=None)
+    if layers is None:
         return names.get(id(embedding)), None, ""
-    layers = max(lists, key=len)
     return names.get(id(embedding)), names[id(layers[0])], names[id(layers)].rpartition(".")[0]
+
+
+def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of modules within one, but not those within another list, such as a layer's experts."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child):
+            yield child
+        else:
+            yield from _lists(child)
 
 
 def head_shape(model: nn.Module) -> tuple[int, ...]:
