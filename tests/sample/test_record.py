@@ -70,6 +70,20 @@ def test_writing_steps_into_a_preallocated_record():
     assert whole.to_arrow().num_rows == 6
 
 
+@pytest.mark.parametrize(
+    "index", [..., (..., 1), (1, ...), (..., None), (0, ..., slice(1, 3)), (..., torch.tensor([2, 0]))]
+)
+def test_dots_of_an_index_are_of_the_tokens_alone(drawn, index):
+    _, record = drawn
+    part, best = record[index], [record.topk_ids[..., i][index] for i in range(4)]
+    assert torch.equal(part.token, record.token[index])
+    assert torch.equal(part.topk_ids, torch.stack(best, -1))
+    written = SampleRecord.empty((2, 3), keep=4, vocab_size=V, dtype=torch.float64)
+    written.write(index, part)
+    assert torch.equal(written[index].topk_logits, part.topk_logits)
+    assert torch.equal(written.topk_ids[..., 0][index], best[0])
+
+
 @pytest.mark.parametrize(("other", "message"), [({"keep": 3}, "keep=4, .* got 3"), ({"vocab_size": 9}, "got 9")])
 def test_writing_a_part_of_another_record(other, message):
     options = {"keep": 4, "vocab_size": V}

@@ -41,6 +41,13 @@ class Derived:
             if ours != theirs:
                 raise OptionError(f"record.write: expected a part with {name}={ours}, the record's, got {theirs}")
 
+    def place(self, index: Any, x: Array) -> Any:
+        """An index of (...) as one of a field x, (...) or (..., k): an `...` in it stands for none of the k entries."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(part is ... for part in parts):
+            return index
+        return (*parts, *[slice(None)] * (x.ndim - self.token.ndim))
+
     @property
     def logprob(self) -> Array:
         """The token's raw log-prob, (...), right to the rounding of the two fields: 1e-7 of the larger one in fp32.

@@ -80,7 +80,8 @@ class SampleRecord(Derived):
                 "one did; write them into dataclasses.replace(record, processed=True)"
             )
         for name in names():
-            getattr(self, name)[index] = getattr(part, name)
+            field = getattr(self, name)
+            field[self.place(index, field)] = getattr(part, name)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SampleRecord:
         """The record with `change` applied to every tensor."""
@@ -88,7 +89,7 @@ class SampleRecord(Derived):
 
     def __getitem__(self, index: Any) -> SampleRecord:
         """Some of the tokens, as views: an index of (...)."""
-        return self.map(lambda x: x[index])
+        return self.map(lambda x: x[self.place(index, x)])
 
     def reshape(self, *lead: int) -> SampleRecord:
         """The same tokens in another shape (...)."""

@@ -56,3 +56,16 @@ def test_another_shape_of_the_tokens_leaves_their_entries_together():
     for name in names():
         x = np.asarray(getattr(record, name))
         np.testing.assert_array_equal(getattr(found, name), x.reshape(3, 2, *x.shape[2:]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "index", [..., (..., 1), (1, ...), (..., None), (0, ..., slice(1, 3)), (..., jnp.array([2, 0]))]
+)
+def test_dots_of_an_index_are_of_the_tokens_alone(index):
+    record = numbered((2, 3), 4)
+    part, best = record[index], [record.topk_ids[..., i][index] for i in range(4)]
+    np.testing.assert_array_equal(part.token, record.token[index])
+    np.testing.assert_array_equal(part.topk_ids, np.stack(best, -1))
+    written = SampleRecord.empty((2, 3), keep=4, vocab_size=9).write(index, part)
+    np.testing.assert_array_equal(written[index].topk_logits, part.topk_logits)
+    np.testing.assert_array_equal(written.topk_ids[..., 0][index], best[0])

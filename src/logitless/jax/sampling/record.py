@@ -55,11 +55,11 @@ class SampleRecord(Derived):
         Raises OptionError.
         """
         self.check_part(part)
-        return jax.tree.map(lambda x, y: x.at[index].set(y), self, part)
+        return jax.tree.map(lambda x, y: x.at[self.place(index, x)].set(y), self, part)
 
     def __getitem__(self, index: Any) -> SampleRecord:
         """Some of the tokens: an index of (...)."""
-        return jax.tree.map(lambda x: x[index], self)
+        return jax.tree.map(lambda x: x[self.place(index, x)], self)
 
     def reshape(self, *lead: int) -> SampleRecord:
         """The same tokens in another shape (...)."""
