@@ -84,6 +84,14 @@ def test_dots_of_an_index_are_of_the_tokens_alone(drawn, index):
     assert torch.equal(written.topk_ids[..., 0][index], best[0])
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+def test_one_size_of_another_shape_may_be_left_out(keep):
+    flat = SampleRecord.empty((2, 3), keep=keep, vocab_size=V).reshape(-1)
+    assert flat.shape == (6,)
+    assert flat.topk_ids.shape == (6, keep)
+    assert flat.reshape(3, -1).topk_logits.shape == (3, 2, keep)
+
+
 @pytest.mark.parametrize(("other", "message"), [({"keep": 3}, "keep=4, .* got 3"), ({"vocab_size": 9}, "got 9")])
 def test_writing_a_part_of_another_record(other, message):
     options = {"keep": 4, "vocab_size": V}

@@ -93,8 +93,8 @@ class SampleRecord(Derived):
 
     def reshape(self, *lead: int) -> SampleRecord:
         """The same tokens in another shape (...)."""
-        trailing = self.token.dim()
-        return self.map(lambda x: x.reshape((*lead, *x.shape[trailing:])))
+        trailing, tokens = self.token.dim(), self.token.reshape(lead).shape
+        return self.map(lambda x: x.reshape((*tokens, *x.shape[trailing:])))
 
     @property
     def cut(self) -> Tensor:

@@ -69,3 +69,11 @@ def test_dots_of_an_index_are_of_the_tokens_alone(index):
     written = SampleRecord.empty((2, 3), keep=4, vocab_size=9).write(index, part)
     np.testing.assert_array_equal(written[index].topk_logits, part.topk_logits)
     np.testing.assert_array_equal(written.topk_ids[..., 0][index], best[0])
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_one_size_of_another_shape_may_be_left_out(keep):
+    flat = numbered((2, 3), keep).reshape(-1)
+    assert flat.shape == (6,)
+    assert flat.topk_ids.shape == (6, keep)
+    assert flat.reshape(3, -1).topk_logits.shape == (3, 2, keep)

@@ -63,8 +63,8 @@ class SampleRecord(Derived):
 
     def reshape(self, *lead: int) -> SampleRecord:
         """The same tokens in another shape (...)."""
-        trailing = self.token.ndim
-        return jax.tree.map(lambda x: x.reshape((*lead, *x.shape[trailing:])), self)
+        trailing, tokens = self.token.ndim, self.token.reshape(lead).shape
+        return jax.tree.map(lambda x: x.reshape((*tokens, *x.shape[trailing:])), self)
 
 
 def names() -> list[str]:
