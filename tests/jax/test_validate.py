@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
 
 import jax.numpy as jnp  # noqa: E402
 
+import logitless  # noqa: E402
 from logitless.errors import (  # noqa: E402
     ConfigError,
     DtypeError,
@@ -31,6 +33,7 @@ HIDDEN, LABELS = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)  # made int
 HEAD = LMHead(np.zeros((7, 3), np.float32))
 QuantisedWeight = type("QuantisedWeight", (), {})  # known by its name: the torch side is not imported
 NOISE = Noise(1, np.arange(4))
+TORCH = torch.zeros(4, 3)
 
 
 def draw(noise, **options):
@@ -91,7 +94,7 @@ def of_z_loss(x):
         (OptionError, "0 \\(greedy\\) or", lambda: draw(NOISE, temperature=-1.0)),
         (OptionError, "0 \\(greedy\\) or", lambda: draw(NOISE, temperature=jnp.full(4, -1.0))),
         (OptionError, "0 \\(greedy\\) or", lambda: draw(NOISE, temperature="1")),
-        (OptionError, "jax.random key, got 5", lambda: draw(5)),
+        (OptionError, "jax.random key, got int", lambda: draw(5)),
         (ShapeError, "broadcasts", lambda: draw(NOISE, temperature=jnp.ones(3))),
         (ShapeError, "positions that broadcast", lambda: draw(Noise(1, jnp.zeros(3, int)))),
         (DtypeError, "seeds as integers", lambda: draw(Noise(1.5, 0))),
@@ -124,6 +127,38 @@ def test_one_line_that_says_what_to_do(error, words, call):
     with pytest.raises(error, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("hidden: .*floating-point array", lambda: token_stats(TORCH, HEAD, LABELS)),
+        ("hidden: .*floating-point array", lambda: sample_tokens(TORCH, HEAD, NOISE, keep=3)),
+        ("head weight: .*floating-point array", lambda: token_stats(HIDDEN, LMHead(TORCH), LABELS)),
+        ("head weight: .*floating-point array", lambda: sample_tokens(HIDDEN, LMHead(TORCH), NOISE, keep=3)),
+        ("head bias: .*floating-point array", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, TORCH[0]), LABELS)),
+        ("labels: .*array of integer ids", lambda: linear_cross_entropy(HIDDEN, HEAD, torch.arange(4))),
+        ("temperature: .*floating-point array", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=TORCH[:, 0])),
+        ("temperature: .*number or an array", lambda: draw(NOISE, temperature=TORCH[:, 0].bfloat16())),
+        ("noise: .*seeds as integers", lambda: draw(Noise(torch.arange(4), 0))),
+        ("noise: .*a jax.random key", lambda: draw(TORCH)),
+        ("denominator: .*positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=TORCH[0])),
+    ],
+)
+def test_tensors_of_torch_are_no_arrays(words, call):
+    with pytest.raises((DtypeError, OptionError), match=rf"^{words}.*, got torch\.Tensor") as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_of_torch_is_another():
+    head = logitless.LMHead(torch.zeros(7, 3))
+    for call in (lambda: token_stats(HIDDEN, head, LABELS), lambda: sample_tokens(HIDDEN, head, NOISE, keep=3)):
+        with pytest.raises(
+            DtypeError, match=r"a logitless\.jax\.LMHead, got logitless\.vocab\..*LMHead; use"
+        ) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_statistic_that_was_not_asked_for():

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_drawing_temperature
-from ..errors import NotFiniteError, OptionError
+from ..errors import DtypeError, NotFiniteError, OptionError
 from .call import Call, Options
 from .head import LMHead
 from .mesh import Axes, varies, varying
@@ -26,7 +26,7 @@ from .passes.slices import slices_for
 from .sampling.draw import Draw
 from .sampling.noise import Keys, Noise
 from .sampling.record import SampleRecord, check_keep
-from .validate import check_same_on_all, checked_call, for_each_token
+from .validate import check_same_on_all, checked_call, for_each_token, is_array, type_of
 
 
 def sample_tokens(
@@ -89,8 +89,7 @@ def _sampling_call(
     hidden: Array, head: LMHead, options: Options, rules: Rules | None, keep: int, forbidden: tuple[int, ...]
 ) -> Call:
     """The checked call; half of the budget is left for noise and for rows all of whose entries are looked at."""
-    hidden, head = lax.stop_gradient((hidden, head))
-    call = checked_call(hidden, head, None, options)
+    call = lax.stop_gradient(checked_call(hidden, head, None, options))
     check_keep(keep, call.vocab_size)
     retained = 0 if rules is None or rules.none else rules.retained(keep, call.vocab_size)
     own = {"top_k": max(1, keep, retained), "memory_budget": max(1, call.options.budget // 2)}
@@ -129,6 +128,8 @@ def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: 
     if isinstance(temperature, Real):
         if not is_drawing_temperature(temperature):
             raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
+    elif hasattr(temperature, "dtype") and not is_array(temperature):
+        raise DtypeError(f"temperature: expected a number or an array, got {type_of(temperature)}")
     elif not isinstance(temperature, Tracer):
         values = np.asarray(temperature)
         numbers = any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.integer, jnp.floating))
@@ -152,7 +153,8 @@ def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...
         noise = Noise(0, 0)
     elif not isinstance(noise, Noise | Array | np.ndarray):
         expected = "Noise(seeds, positions) or a jax.random key"
-        raise OptionError(f"noise: expected {expected}, got {noise!r}; only temperature=0 does without")
+        got = None if noise is None else type_of(noise)
+        raise OptionError(f"noise: expected {expected}, got {got}; only temperature=0 does without")
     elif not isinstance(noise, Noise):
         _check_key(noise)
         noise = Noise.draw(noise, lead, axes)

@@ -84,13 +84,32 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
         return None
     if reduction != "mean":
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
-    if not hasattr(denominator, "dtype") and not isinstance(denominator, Real):
-        raise OptionError(f"denominator: expected a positive number, got {denominator!r}")
+    if not is_array(denominator) and not isinstance(denominator, Real):
+        raise OptionError(f"denominator: expected a positive number, got {dtype_of(denominator)}")
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
     if not isinstance(denominator, Tracer) and not 0 < np.asarray(denominator).item() < math.inf:
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
+
+
+def is_array(x: Any, of: Any = np.generic) -> bool:
+    """Whether it is an array of such numbers; one whose dtype JAX cannot read, torch's say, is none."""
+    try:
+        return jnp.issubdtype(x.dtype, of)
+    except (AttributeError, TypeError):
+        return False
+
+
+def dtype_of(x: Any) -> str:
+    """An array's dtype, or the type of what is none: what errors say that they got."""
+    return str(x.dtype) if isinstance(x, Array | np.ndarray | np.generic) else type_of(x)
+
+
+def type_of(x: Any) -> str:
+    """Its class with the module that it is of, for torch has classes of the same names."""
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _plain(head: LMHead) -> LMHead:
@@ -105,15 +124,15 @@ def _plain(head: LMHead) -> LMHead:
 
 
 def _floating(name: str, x: Any) -> Array:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise DtypeError(f"{name}: expected a floating-point array, got {getattr(x, 'dtype', type(x).__name__)}")
+    if not is_array(x, jnp.floating):
+        raise DtypeError(f"{name}: expected a floating-point array, got {dtype_of(x)}")
     return jnp.asarray(x)
 
 
 def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -> int:
     """The vocabulary's size, on all devices."""
     if not isinstance(head, LMHead):
-        raise DtypeError(f"{name}: expected a logitless.jax.LMHead, got {type(head).__name__}; use LMHead(weight)")
+        raise DtypeError(f"{name}: expected a logitless.jax.LMHead, got {type_of(head)}; use LMHead(weight)")
     if type(head.weight).__name__ == "QuantisedWeight":  # of the torch side, which is not imported here
         raise ConfigError(f"{name} weight: expected an array, got a QuantisedWeight; dequantise it first")
     weight = _floating(f"{name} weight", head.weight)
@@ -165,8 +184,8 @@ def _check_reference(
 
 
 def _check_ids(name: str, ids: Array, shape: Lead, vocab_size: int, ignore_index: int | None = None) -> Array:
-    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise DtypeError(f"{name}: expected integer ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if not is_array(ids, jnp.integer):
+        raise DtypeError(f"{name}: expected an array of integer ids, got {dtype_of(ids)}")
     if ids.shape != shape:
         raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {ids.shape}")
     if not isinstance(ids, Tracer):

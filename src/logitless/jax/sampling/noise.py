@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from ...errors import DtypeError, OptionError
 from ..mesh import Axes, varies
-from ..validate import for_each_token
+from ..validate import dtype_of, for_each_token, is_array
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -125,8 +125,8 @@ def _words(name: str, x: Any, lead: tuple[int, ...]) -> tuple[Array, Array]:
         if not -(2**63) <= x < 2**64:
             raise OptionError(f"noise: expected {name} of 64 bits, got {x}")
         x = np.asarray(x % 2**64, np.uint64)
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise DtypeError(f"noise: expected {name} as integers, got {getattr(x, 'dtype', type(x).__name__)}")
+    if not is_array(x, jnp.integer):
+        raise DtypeError(f"noise: expected {name} as integers, got {dtype_of(x)}")
     if x.dtype.itemsize == 8:
         words = (x & 0xFFFFFFFF).astype(np.uint32), (x >> 32 & 0xFFFFFFFF).astype(np.uint32)
     else:
