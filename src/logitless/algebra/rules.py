@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Rational, Real
 from typing import Any, Literal, get_args
 
 from ..errors import OptionError
@@ -20,8 +20,11 @@ TEMPERATURES = f"{COLDEST:g}..{HOTTEST:g}"
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether it is a number that logits may be divided by; NumPy compares its float16 with ends of 0 and inf."""
-    return _is_number(value) and 0 < value < math.inf and COLDEST <= value <= HOTTEST
+    """Whether it is a number that logits may be divided by."""
+    if not _is_number(value):
+        return False
+    # NumPy's float16 makes the ends 0 and inf, and a whole number may be larger than any float
+    return COLDEST <= (value if isinstance(value, Rational) else float(value)) <= HOTTEST
 
 
 def is_drawing_temperature(value: Any) -> bool:
