@@ -5,7 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from logitless.algebra.rules import is_drawing_temperature, is_temperature
+from logitless.algebra.rules import Rules, is_drawing_temperature, is_temperature
+from logitless.errors import OptionError
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,15 @@ def test_no_temperature(value):
 def test_zero_draws_the_best_entry():
     assert is_drawing_temperature(np.float16(0))
     assert not is_temperature(np.float16(0))
+
+
+def test_rules_hold_numbers_of_pythons():
+    rules = Rules(top_k=np.int64(5), top_p=Fraction(9, 10), min_p=np.float32(0.25))
+    assert rules == Rules(5, 0.9, 0.25)
+    assert [type(x) for x in (rules.top_k, rules.top_p, rules.min_p)] == [int, float, float]
+
+
+@pytest.mark.parametrize("top_k", [True, np.bool_(True), 5.0, np.float32(5), -1, np.int8(-1), "5", None])
+def test_no_top_k(top_k):
+    with pytest.raises(OptionError, match="top_k: expected a whole number, 0 for all entries"):
+        Rules(top_k=top_k)

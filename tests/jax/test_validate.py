@@ -1,6 +1,7 @@
 """Bad input to `logitless.jax`: typed errors of one line, before anything is compiled."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -159,6 +160,22 @@ def test_a_head_of_torch_is_another():
         ) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_of_numpy():
+    two, head = np.int64(2), LMHead(HEAD.weight, vocab_size=np.int64(6))
+    assert type(head.vocab_size) is int
+    assert token_stats(HIDDEN, head, LABELS, top_k=two).top_k_ids.shape == (4, 2)
+    assert linear_topk(HIDDEN, head, two).ids.shape == (4, 2)
+    record = sample_tokens(HIDDEN, head, NOISE, keep=two, top_k=two, top_p=Fraction(9, 10))
+    assert record.topk_ids.shape == (4, 2)
+    assert record.vocab_size == 6
+
+
+@pytest.mark.parametrize("size", [True, 0, np.int64(0), 2.0])
+def test_no_size_of_a_vocabulary(size):
+    with pytest.raises(OptionError, match="vocab_size must be a positive whole number or None"):
+        LMHead(HEAD.weight, vocab_size=size)
 
 
 def test_a_statistic_that_was_not_asked_for():

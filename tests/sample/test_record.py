@@ -3,7 +3,9 @@
 import json
 import math
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -194,6 +196,21 @@ def test_bad_input(options, error, fragment):
         ll.sample_tokens(torch.randn(3, H), ll.LMHead(torch.randn(V, H)), **options)
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("noise", [NOISE, None])
+def test_numbers_of_other_kinds(noise):
+    hidden, head = torch.randn(2, 3, H), ll.LMHead(torch.randn(V, H))
+    plain, others = (
+        ll.sample_tokens(hidden, head, noise=noise, generator=None if noise else torch.Generator(), **options)
+        for options in (
+            {"top_k": 5, "top_p": 0.9, "min_p": 0.125, "keep": 4},
+            {"top_k": np.int64(5), "top_p": Fraction(9, 10), "min_p": np.float16(0.125), "keep": np.int32(4)},
+        )
+    )
+    assert torch.equal(plain.token, others.token)
+    assert torch.equal(plain.n_kept, others.n_kept)
+    assert others.topk_ids.shape == (2, 3, 4)
 
 
 def test_not_a_head():

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Set
 from numbers import Integral, Real
+from operator import index
 
 from ..errors import OptionError
 from .stats import STATISTICS
@@ -18,6 +19,22 @@ BY_REQUEST = {
     "candidates": "candidates=ids",
     "candidate_logits": "candidates=ids",
 }
+
+
+def whole(x: object) -> int | None:
+    """A whole number of any kind, NumPy's or an array's, as one of Python's; None for all else, booleans among it."""
+    try:
+        return None if isinstance(x, bool) else index(x)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def whole_within(name: str, x: object, least: int, most: int, said: str = "the vocabulary") -> int:
+    """The whole number, or an OptionError where it is none of least..most; `said`: what the highest is."""
+    number = whole(x)
+    if number is None or not least <= number <= most:
+        raise OptionError(f"{name}: expected a whole number in {least}..{most} ({said}), got {x!r}")
+    return number
 
 
 def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candidates: bool = False) -> tuple[str, ...]:
@@ -44,8 +61,7 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
 
 def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float | None) -> None:
     """Raise OptionError for a top_k, jsd_beta or memory_budget that means nothing; `rows`: the vocabulary's size."""
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= rows:
-        raise OptionError(f"top_k: expected a whole number in 0..{rows} (the vocabulary), got {top_k!r}")
+    whole_within("top_k", top_k, 0, rows)
     if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
         got = f"{jsd_beta!r}; at the ends use kl or reverse_kl"
         raise OptionError(f"jsd_beta: expected 0 < beta < 1, a number of Python's, got {got}")

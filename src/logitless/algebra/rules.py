@@ -9,6 +9,7 @@ from numbers import Rational, Real
 from typing import Any, Literal, get_args
 
 from ..errors import OptionError
+from .options import whole
 
 Array = Any
 Order = Literal["transformers", "vllm"]
@@ -24,7 +25,8 @@ def is_temperature(value: Any) -> bool:
     if not _is_number(value):
         return False
     # NumPy's float16 makes the ends 0 and inf, and a whole number may be larger than any float
-    return COLDEST <= (value if isinstance(value, Rational) else float(value)) <= HOTTEST
+    number: Any = value if isinstance(value, Rational) else float(value)
+    return COLDEST <= number <= HOTTEST
 
 
 def is_drawing_temperature(value: Any) -> bool:
@@ -53,7 +55,8 @@ class Rules:
     order: Order = "transformers"
 
     def __post_init__(self) -> None:
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+        top_k = whole(self.top_k)
+        if top_k is None or top_k < 0:
             raise OptionError(f"top_k: expected a whole number, 0 for all entries, got {self.top_k!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise OptionError(f"top_p: expected a share in 0 < p ≤ 1, 1 for all entries, got {self.top_p!r}")
@@ -61,6 +64,9 @@ class Rules:
             raise OptionError(f"min_p: expected a share in 0..1, 0 for all entries, got {self.min_p!r}")
         if self.order not in get_args(Order):
             raise OptionError(f"order: expected {' or '.join(map(repr, get_args(Order)))}, got {self.order!r}")
+        # Python's own numbers, which compile nothing anew and read the same on every rank
+        for name, number in (("top_k", top_k), ("top_p", float(self.top_p)), ("min_p", float(self.min_p))):
+            object.__setattr__(self, name, number)
 
     @property
     def none(self) -> bool:

@@ -9,6 +9,7 @@ from numbers import Real
 import jax
 from jax import Array
 
+from ..algebra.options import whole
 from ..errors import ConfigError, OptionError
 
 
@@ -43,9 +44,10 @@ class LMHead:
                 "LMHead: expected no token_ids, a draft vocabulary is of torch's LMHead alone; leave it out and give a "
                 "reference over the draft's own rows, LMHead(target.weight[token_ids])"
             )
-        size = self.vocab_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {size!r}")
+        given, size = self.vocab_size, whole(self.vocab_size)
+        if given is not None and (size is None or size < 1):
+            raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {given!r}")
+        object.__setattr__(self, "vocab_size", size)
         if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
             raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {self.scale!r}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):

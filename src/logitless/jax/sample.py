@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+from ..algebra.options import whole_within
 from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_drawing_temperature
 from ..errors import DtypeError, NotFiniteError, OptionError
 from .call import Call, Options
@@ -25,7 +26,7 @@ from .passes.engine import by_chunks
 from .passes.slices import slices_for
 from .sampling.draw import Draw
 from .sampling.noise import Keys, Noise
-from .sampling.record import SampleRecord, check_keep
+from .sampling.record import SampleRecord
 from .validate import check_same_on_all, checked_call, for_each_token, is_array, type_of
 
 
@@ -90,7 +91,7 @@ def _sampling_call(
 ) -> Call:
     """The checked call; half of the budget is left for noise and for rows all of whose entries are looked at."""
     call = lax.stop_gradient(checked_call(hidden, head, None, options))
-    check_keep(keep, call.vocab_size)
+    keep = whole_within("keep", keep, 0, call.vocab_size)
     retained = 0 if rules is None or rules.none else rules.retained(keep, call.vocab_size)
     own = {"top_k": max(1, keep, retained), "memory_budget": max(1, call.options.budget // 2)}
     forbidden = _check_forbidden(forbidden, call.vocab_size)

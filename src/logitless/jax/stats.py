@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..algebra.options import whole_within
 from ..algebra.stats import has_gradient
-from ..errors import OptionError
 from .call import Call, Options
 from .head import LMHead
 from .passes.engine import Stats, differentiable_once, gradients, in_reverse, values
@@ -127,8 +127,7 @@ def linear_topk(
     """
     options = Options(("logsumexp",), memory_budget=memory_budget, axis_name=axis_name)
     call = checked_call(hidden, head, None, options, temperature=temperature)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= call.vocab_size:
-        raise OptionError(f"k: expected a whole number in 1..{call.vocab_size} (the vocabulary), got {k!r}")
+    k = whole_within("k", k, 1, call.vocab_size)
     stats = _shaped(stats_of(replace(call, options=replace(call.options, top_k=k))), hidden)
     return TopK(stats["top_k_logits"], stats["top_k_ids"], stats["logsumexp"])
 

@@ -57,6 +57,7 @@ def checked_call(
         options,
         want=want,
         ignore_index=int(options.ignore_index),
+        top_k=int(options.top_k),
         jsd_beta=float(options.jsd_beta),
         memory_budget=options.budget,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..algebra.options import whole_within
 from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import NotFiniteError, OptionError
 from ..vocab.face import LMHead, Noise, check_logits, explain, on_all, token_stats
@@ -110,8 +111,7 @@ def _check(
         raise OptionError(
             f"tau: expected a number in {TEMPERATURES}, got {tau!r}; small ones are nearly hard, large ones flat"
         )
-    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= head.rows:
-        raise OptionError(f"k: expected a whole number in 0..{head.rows} (the vocabulary; 0 is all of it), got {k!r}")
+    whole_within("k", k, 0, head.rows, "the vocabulary; 0 is all of it")
     if not isinstance(embeddings, tuple):
         raise OptionError(f"embeddings: expected a tuple of tables, got {type(embeddings).__name__}")
     if k == 0 and head.shard is not None:

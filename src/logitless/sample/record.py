@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..algebra.options import whole_within
 from ..algebra.record import Derived
 from ..errors import ConfigError, OptionError, ShapeError
 from ..vocab.face import SamplingMask
@@ -61,8 +62,7 @@ class SampleRecord(Derived):
         device: torch.device | str = "cpu",
     ) -> SampleRecord:
         """A record of `shape` for `write` to fill. Raises OptionError."""
-        if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= vocab_size:
-            raise OptionError(f"keep: expected a whole number in 0..{vocab_size} (the vocabulary), got {keep!r}")
+        keep = whole_within("keep", keep, 0, vocab_size)
         whole = torch.zeros(shape, dtype=torch.int32, device=device)
         real = torch.zeros(shape, dtype=dtype, device=device)
         made: dict[str, Any] = {name: real.clone() for name in names()}

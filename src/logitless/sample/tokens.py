@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
@@ -108,9 +108,10 @@ def draw_tokens(
         return call, temperatures, given, replace(record, processed=change is not None)
 
     call, temperatures, (seeds, positions), record = on_all(head, arguments)
+    keep = record.keep  # a number of Python's, whatever was given
     call, budget = _halved(call, rules.retained(keep, head.rows))
     if head.shard is not None:
-        options = (*_written(rules), keep, noise is None, change is None)
+        options = (*astuple(rules), keep, noise is None, change is None)
         call = agreed(replace(call, alike=f"sample {options}"), temperatures, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
@@ -124,11 +125,6 @@ def draw_tokens(
             record = record.map(lambda x: x.new_empty((call.n_tokens, *x.shape[1:])))
         record.write(rows, part)
     return record.reshape(*hidden.shape[:-1])
-
-
-def _written(rules: Rules) -> tuple[int, float, float, str]:
-    """The rules as every rank writes them, whatever kinds of numbers it was given."""
-    return rules.top_k, float(rules.top_p), float(rules.min_p), rules.order
 
 
 def _halved(call: Call, retained: int) -> tuple[Call, int]:

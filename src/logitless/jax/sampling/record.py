@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...algebra.options import whole_within
 from ...algebra.record import Derived
-from ...errors import OptionError
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,7 @@ class SampleRecord(Derived):
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, keep: int, vocab_size: int, dtype: Any = jnp.float32) -> SampleRecord:
         """A record of `shape` for `write` to fill; tokens are -1 until they are written. Raises OptionError."""
-        check_keep(keep, vocab_size)
+        keep = whole_within("keep", keep, 0, vocab_size)
         integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
         made = {name: integers if name in ("rank", "n_kept") else floats for name in names()}
         made["token"] = integers - 1
@@ -70,9 +70,3 @@ class SampleRecord(Derived):
 def names() -> list[str]:
     """The arrays of a record."""
     return [f.name for f in fields(SampleRecord) if f.name != "vocab_size"]
-
-
-def check_keep(keep: int, vocab_size: int) -> None:
-    """Raise OptionError for a number of top entries that the vocabulary does not have."""
-    if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= vocab_size:
-        raise OptionError(f"keep: expected a whole number in 0..{vocab_size} (the vocabulary), got {keep!r}")

@@ -6,12 +6,12 @@ import math
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Real
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...algebra.options import whole
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
@@ -202,13 +202,10 @@ def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
 
 def _check_vocab_size(size: Any, rows: int) -> int:
     """The number of rows, also of a numpy number or a tensor of one."""
-    try:
-        whole = 0 if isinstance(size, bool) else index(size)
-    except TypeError:
-        whole = 0
-    if not 1 <= whole <= rows:
+    number = whole(size)
+    if number is None or not 1 <= number <= rows:
         raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size!r}")
-    return whole
+    return number
 
 
 def _check_bias(bias: Tensor | None, weight: Weight) -> None:
