@@ -40,6 +40,14 @@ def test_an_old_gpu_gets_eager(monkeypatch):
         choice.choose("triton", "cuda")
 
 
+def test_a_gpu_of_rocm_gets_eager(monkeypatch):
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choice.choose(None, "cuda") == "eager"
+    with pytest.raises(BackendError, match="needs an NVIDIA GPU, got one of ROCm"):
+        choice.choose("triton", "cuda")
+
+
 def test_the_tensors_own_gpu_is_asked(monkeypatch):
     on_a_gpu(monkeypatch)
     capabilities = {0: (7, 5), 1: (9, 0)}
