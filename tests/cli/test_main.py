@@ -152,6 +152,13 @@ def test_a_rank_that_failed_ends_at_once():
     assert (done.returncode, done.stdout, done.stderr) == (2, "so far", "logitless: no\n")
 
 
+def lazily(name: str) -> ModuleNotFoundError:
+    """What transformers raises, which imports its parts on first use, where one of them needs this module."""
+    error = ModuleNotFoundError("Could not import module 'Trainer'.")
+    error.__cause__ = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
@@ -162,6 +169,8 @@ def test_a_rank_that_failed_ends_at_once():
         (OSError(27, "File too large"), 2, "logitless: train: File too large"),
         (OSError(36, "File name too long", "nn"), 2, "logitless: nn: File name too long: give a shorter one"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "train needs peft: pip install"),
+        (lazily("peft"), 2, "train needs peft: pip install"),
+        (lazily("resource"), 2, "train needs resource, a module of Python's own that is not on this system\n"),
     ],
 )
 def test_errors_are_one_line(monkeypatch, capsys, error, status, line):

@@ -68,12 +68,15 @@ def _told(command: str, arguments: Sequence[str]) -> int:
         print(f"interrupted; {stop}" if str(stop) else "interrupted", file=sys.stderr)
         return INTERRUPTED
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("logitless"):
+        name = _absent(error)
+        if not name or name.startswith("logitless"):
             raise
+        if name in sys.stdlib_module_names:
+            return _fail(f"{command} needs {name}, a module of Python's own that is not on this system")
         from ..versions import installing
 
         extras = "train,rl" if command == "align" else "train"
-        return _fail(f"{command} needs {error.name}: {installing(extras)}")
+        return _fail(f"{command} needs {name}: {installing(extras)}")
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE
@@ -87,6 +90,15 @@ def _told(command: str, arguments: Sequence[str]) -> int:
             raise
         remedy = ": give a shorter one" if error.errno == errno.ENAMETOOLONG else ""
         return _fail(f"{error.filename or command}: {error.strerror}{remedy}")
+
+
+def _absent(error: BaseException | None) -> str:
+    """The module that an import did not find; transformers' own error names none, but what it came of does."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return error.name
+        error = error.__cause__
+    return ""
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
