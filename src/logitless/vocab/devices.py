@@ -37,16 +37,17 @@ def is_intel() -> bool:
 
 def has_tf32(x: Tensor) -> bool:
     """Whether its device multiplies fp32 numbers on tensor cores, ten binary digits of each."""
-    return _is_capable(x, (8, 0))
+    return _is_nvidia(x, (8, 0))
 
 
 def moves_blocks(x: Tensor) -> bool:
     """Whether its device moves blocks of a matrix by their descriptors, as Triton's interpreter does on a CPU."""
-    return x.device.type == "cpu" or _is_capable(x, (9, 0))
+    return x.device.type == "cpu" or _is_nvidia(x, (9, 0))
 
 
-def _is_capable(x: Tensor, least: tuple[int, int]) -> bool:
-    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= least
+def _is_nvidia(x: Tensor, least: tuple[int, int]) -> bool:
+    nvidia = x.device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(x.device) >= least
 
 
 @contextmanager
