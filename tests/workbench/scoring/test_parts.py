@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from logitless.errors import LogitlessError, OptionError
+from logitless.workbench.common.written import PARTS_MANIFEST
 from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.scoring import run as scoring
-from logitless.workbench.scoring.parts import KEY, MANIFEST
+from logitless.workbench.scoring.parts import KEY
 from tests.support.workbench.damage import JSON
 from tests.workbench.scoring.conftest import config, corpus
 
@@ -32,7 +33,7 @@ def test_a_manifest_in_whose_place_anything_lies(stopped, tmp_path):
     shutil.copytree(parts, kept)
     contents = [json.dumps(x) for x in ({}, {"schema": None}, {"the tokenizer": 5})]
     for change in [*JSON.values(), _leads_nowhere, *(lambda path, x=x: path.write_text(x) for x in contents)]:
-        change(parts / MANIFEST)
+        change(parts / PARTS_MANIFEST)
         with pytest.raises(LogitlessError, match=f"{parts}.*remove") as caught:
             scoring.run(stopped)
         assert "\n" not in str(caught.value)

@@ -46,23 +46,37 @@ def test_a_folder_holds_documents_of_every_kind(tmp_path):
 
 
 def test_what_runs_write_is_no_document(tmp_path):
-    """Not where a run has just begun or was killed, nor beside the text; a file of the same name is one."""
-    begun, ended, other = (tmp_path / name for name in ("begun", "deep/ended", "other"))
-    for folder in (begun / "model", ended, other):
+    """Not where a run has just begun or was killed, nor beside the text; what else lies there or is called so is."""
+    begun, ended, other, parts = (tmp_path / name for name in ("begun", "deep/ended", "other", "a.parquet.parts"))
+    for folder in (begun / "model", ended / "runs", other, parts):
         folder.mkdir(parents=True)
     (begun / "run.lock").write_text("process 1 on here")
     write_json(ended / "run.json", {"schema": 2})
-    for written in (begun / "model/config.json", ended / "metrics.jsonl", ended / "notes.txt"):
+    write_json(parts / "manifest.json", {"schema": 4})
+    for written in (begun / "model/config.json", ended / "metrics.jsonl", ended / "runs/events.out", parts / "0.hash"):
         written.write_text("written")
-    (other / "run.json").write_text("one")
-    (other / "summary.json").write_text("two")
-    (tmp_path / "metrics.jsonl").write_text('{"text": "three"}')
-    documents = [tmp_path / "metrics.jsonl", other / "run.json", other / "summary.json"]
-    assert read(tmp_path) == ["three", "one", "two"]
+    (begun / "a.txt").write_text("one")
+    (other / "run.json").write_text('{\n  "schema": "two"')
+    (other / "run.lock").write_text("three")
+    (tmp_path / "metrics.jsonl").write_text('{"text": "four"}')
+    documents = [begun / "a.txt", tmp_path / "metrics.jsonl", other / "run.json", other / "run.lock"]
+    assert read(tmp_path) == ["one", "four", '{\n  "schema": "two"', "three"]
     assert text_files(tmp_path) == Documents(tmp_path, 4).files == documents
     (tmp_path / "run.lock").touch()  # of a run that writes into this very folder
-    assert read(tmp_path) == ["one", "two"]
-    assert text_files(tmp_path) == documents[1:]
+    del documents[1]
+    assert text_files(tmp_path) == documents
+
+
+def test_what_is_written_through_a_link_is_no_document(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("one")
+    (corpus / "out.txt").symlink_to(tmp_path / "elsewhere/out.txt")
+    (corpus / "out.txt").write_text("written")
+    assert text_files(corpus, (corpus / "out.txt",)) == [corpus / "a.txt"]
+    (tmp_path / "link").symlink_to(corpus)
+    assert text_files(tmp_path / "link", (corpus / "a.txt",)) == [tmp_path / "link/out.txt"]
 
 
 def test_jsonl_and_parquet(tmp_path):

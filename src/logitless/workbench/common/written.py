@@ -5,6 +5,7 @@ And by how it begins: what results replace, as their like, and what is no text.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from .lock import LOCK_FILE
@@ -17,17 +18,28 @@ PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison
 TOKENS_FILE, ROWS_FILE, PROMPTS_FILE, REWARD = PREPARED = ("tokens.npz", "rows.jsonl", "prompts.jsonl", "reward")
 WRITTEN = (*PREPARED, *TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 OWN = (*WRITTEN, RUN_FILE, LOCK_FILE)
-RESULTS = (b'{\n  "schema": ', b'{"document": 0, "name": ')
+TENSORBOARD_PLACE, START = "runs", "start"  # as transformers calls its events; what the default model begins from
+PARTS_MANIFEST = "manifest.json"  # what makes a folder the parts of an unfinished score
+RESULTS = re.compile(rb'{\n  "schema": \d|{"document": 0, "name": ')
+HELD = re.compile(rb"process \d|$")  # how a lock begins
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file begins as what --json and --documents write, and run.json."""
-    if not path.is_file():
-        return False
+    """Whether a file begins as what --json and --documents write, run.json and the manifest of parts."""
+    return path.is_file() and RESULTS.match(_beginning(path)) is not None
+
+
+def no_text_beside(path: Path) -> tuple[str, ...]:
+    """What holds no text in this file's folder, by name: where it is a run's lock or run.json, or a manifest of parts.
+
+    Another file that is called so marks nothing.
+    """
+    if path.name == PARTS_MANIFEST:
+        return ("*",) if path.parent.name.endswith(".parts") and is_result(path) else ()
+    held = path.name == LOCK_FILE and HELD.match(_beginning(path)) is not None
+    return (*OWN, TENSORBOARD_PLACE, START) if held or (path.name == RUN_FILE and is_result(path)) else ()
+
+
+def _beginning(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(64).startswith(RESULTS)
-
-
-def marks_a_run(path: Path) -> bool:
-    """Whether a file makes its directory a run's: the lock, or run.json, and not what else is called so."""
-    return path.name == LOCK_FILE or (path.name == RUN_FILE and is_result(path))
+        return file.read(64)

@@ -12,9 +12,9 @@ from typing import Any
 
 from ...errors import OptionError, in_one_line
 from ..common.options import RunOptions
+from ..common.written import TENSORBOARD_PLACE
 
 PROJECT = "logitless"  # unless the environment's WANDB_PROJECT or TRACKIO_PROJECT says otherwise
-TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers
 Send = Callable[[Mapping[str, Any], int], None]
 
 

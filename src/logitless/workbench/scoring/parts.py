@@ -29,11 +29,11 @@ from ..common.files import (
 )
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.sealed import together
+from ..common.written import PARTS_MANIFEST
 from .block import PLACES, Scored
 from .config import parts_of
 
 KEY = b"logitless"  # of the files' metadata
-MANIFEST = "manifest.json"
 GROUP = 8 << 20  # bytes of the rows that are written, and read, together, where they are wide
 NO_SUMS = ("document", "name", "why")  # of what is known of a piece
 WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
@@ -67,15 +67,15 @@ class Parts:
             yield
         finally:
             with suppress(OSError):  # that it is gone
-                if {path.name for path in self.folder.iterdir()} <= {MANIFEST, LOCK_FILE}:  # nothing is done yet
-                    (self.folder / MANIFEST).unlink()
+                if {path.name for path in self.folder.iterdir()} <= {PARTS_MANIFEST, LOCK_FILE}:  # nothing is done yet
+                    (self.folder / PARTS_MANIFEST).unlink()
             release(self.folder)
             with suppress(OSError):  # that it holds parts, or is gone
                 self.folder.rmdir()
 
     def open(self, manifest: dict[str, Any]) -> bool:
         """Begins, or goes on with, a run of these options, `locked`; whether there was one. Raises OptionError."""
-        path = self.folder / MANIFEST
+        path = self.folder / PARTS_MANIFEST
         if os.path.lexists(path):
             self._check_same(self.manifest, manifest)
             return True
@@ -125,12 +125,12 @@ class Parts:
 
     def _hash(self, number: int) -> str:
         """What tells a part from those of other runs, of other numbers and of other contents."""
-        return together((hash_of((self.folder / MANIFEST).read_bytes()), str(number), hash_of(self.part(number))))
+        return together((hash_of((self.folder / PARTS_MANIFEST).read_bytes()), str(number), hash_of(self.part(number))))
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the run's parts have in common."""
-        return read_object(self.folder / MANIFEST, f"remove {self.folder} to begin anew, or choose another --out")
+        return read_object(self.folder / PARTS_MANIFEST, f"remove {self.folder} to begin anew, or choose another --out")
 
     def merge(self, count: int, metadata: dict[str, Any], of_document: Callable[[dict[str, Any]], None]) -> None:
         """The file, whole or not at all, from `count` parts; `of_document` gets what is known of each in turn."""

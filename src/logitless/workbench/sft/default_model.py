@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..common.files import write_whole
 from ..common.options import DEFAULT_MODEL, SMALL_MODEL
-from ..common.written import RUN_FILE
+from ..common.written import RUN_FILE, START
 from ..runs.rundir import stored
 from ..sources.corpus import documents
 from ..sources.tokenizer import byte_pairs
@@ -66,5 +66,5 @@ def _start(place: Path) -> Path:
         (path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
 
     place.mkdir(parents=True, exist_ok=True)
-    write_whole(place / "start", write)
-    return place / "start"
+    write_whole(place / START, write)
+    return place / START

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import DataError
 from ...units import plural
 from ..common.files import arrow_file, parsed
-from ..common.written import OWN, marks_a_run
+from ..common.written import no_text_beside
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
@@ -67,21 +67,29 @@ def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str]
 
 
 def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
-    """The files of a folder that hold its text, in the order of their names: no hidden ones, and none of runs.
+    """The files of a folder that hold its text, in the order of their names.
 
-    These are all that is `written`, the directories of runs, and what a run writes where the folder itself is its own.
+    Not those that are hidden, nor what is `written`, nor what runs write into their directories: what else lies there
+    is text.
     """
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    runs = {path.parent for path in files if marks_a_run(path)}
-    here, out, own = root.resolve(), {path.resolve() for path in written}, OWN if root in runs else ()
-    runs.discard(root)
+    left_out: dict[Path, set[str]] = {}
+    for path in files:
+        if names := no_text_beside(path):
+            left_out.setdefault(path.parent, set()).update(names)
+    here, real = root.absolute(), root.resolve()
+    out = {place for path in written for place in (path.absolute(), path.resolve())}
 
     def is_document(path: Path) -> bool:
         name = path.relative_to(root)
-        hidden = any(part.startswith(".") for part in name.parts)
-        of_a_run = not runs.isdisjoint(path.parents) or any(fnmatchcase(name.parts[0], entry) for entry in own)
-        place = here / name
-        return not hidden and not of_a_run and out.isdisjoint((place, *place.parents))
+        if any(part.startswith(".") for part in name.parts):
+            return False
+        if out and not out.isdisjoint((here / name, *(here / name).parents, real / name, *(real / name).parents)):
+            return False
+        of_runs = [folder for folder in path.parents if folder in left_out] if left_out else []
+        return not any(
+            fnmatchcase(path.relative_to(folder).parts[0], entry) for folder in of_runs for entry in left_out[folder]
+        )
 
     return [path for path in files if is_document(path)]
 
