@@ -4,13 +4,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from logitless.algebra.rules import Rules, is_drawing_temperature, is_temperature
 from logitless.errors import OptionError
 
 
 @pytest.mark.parametrize(
-    "value", [np.float16(0.5), np.float32(0.5), np.float64(1e26), np.int8(3), Fraction(1, 3), 1e-24]
+    "value", [np.float16(0.5), np.float32(1e26), np.float64(1e26), np.int8(3), Fraction(1, 3), 1e-24]
 )
 def test_a_temperature_of_any_kind(value):
     assert is_temperature(value)
@@ -34,7 +35,28 @@ def test_rules_hold_numbers_of_pythons():
     assert [type(x) for x in (rules.top_k, rules.top_p, rules.min_p)] == [int, float, float]
 
 
-@pytest.mark.parametrize("top_k", [True, np.bool_(True), 5.0, np.float32(5), -1, np.int8(-1), "5", None])
+@pytest.mark.parametrize("top_p", [Fraction(1, 10**400), 0, 1.5, True, "1"])
+def test_no_top_p(top_p):
+    """Nor what is 0 as a float, which would keep no entry."""
+    with pytest.raises(OptionError, match="top_p: expected a share"):
+        Rules(top_p=top_p)
+
+
+@pytest.mark.parametrize(
+    "top_k",
+    [
+        torch.tensor(True),
+        torch.ones((), dtype=torch.int64, device="meta"),
+        True,
+        np.bool_(True),
+        5.0,
+        np.float32(5),
+        -1,
+        np.int8(-1),
+        "5",
+        None,
+    ],
+)
 def test_no_top_k(top_k):
     with pytest.raises(OptionError, match="top_k: expected a whole number, 0 for all entries"):
         Rules(top_k=top_k)

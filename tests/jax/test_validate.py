@@ -167,9 +167,15 @@ def test_whole_numbers_of_numpy():
     assert type(head.vocab_size) is int
     assert token_stats(HIDDEN, head, LABELS, top_k=two).top_k_ids.shape == (4, 2)
     assert linear_topk(HIDDEN, head, two).ids.shape == (4, 2)
-    record = sample_tokens(HIDDEN, head, NOISE, keep=two, top_k=two, top_p=Fraction(9, 10))
-    assert record.topk_ids.shape == (4, 2)
+    for keep in (two, np.array(2), jnp.array(2)):
+        record = sample_tokens(HIDDEN, head, NOISE, keep=keep, top_k=two, top_p=Fraction(9, 10))
+        assert record.topk_ids.shape == (4, 2)
     assert record.vocab_size == 6
+
+
+def test_a_fraction_is_a_temperature():
+    halved, plain = (token_stats(HIDDEN, HEAD, LABELS, temperature=t).logprob for t in (Fraction(1, 2), 0.5))
+    assert jnp.array_equal(halved, plain)
 
 
 @pytest.mark.parametrize("size", [True, 0, np.int64(0), 2.0])

@@ -23,9 +23,11 @@ BY_REQUEST = {
 
 def whole(x: object) -> int | None:
     """A whole number of any kind, NumPy's or an array's, as one of Python's; None for all else, booleans among it."""
+    if isinstance(x, bool) or str(getattr(x, "dtype", "")) == "torch.bool":
+        return None
     try:
-        return None if isinstance(x, bool) else index(x)  # pyright: ignore[reportArgumentType]
-    except TypeError:
+        return index(x)  # pyright: ignore[reportArgumentType]
+    except (TypeError, RuntimeError):  # of no number, and of a tensor that holds none, on meta
         return None
 
 

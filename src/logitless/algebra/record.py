@@ -43,7 +43,7 @@ class Derived:
 
     def place(self, index: Any, x: Array) -> Any:
         """An index of (...) as one of a field x, (...) or (..., k): an `...` in it stands for none of the k entries."""
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = tuple(index) if isinstance(index, tuple | list) else (index,)
         if not any(part is ... for part in parts):
             return index
         return (*parts, *[slice(None)] * (x.ndim - self.token.ndim))

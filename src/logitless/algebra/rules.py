@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Rational, Real
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from ..errors import OptionError
@@ -24,9 +24,8 @@ def is_temperature(value: Any) -> bool:
     """Whether it is a number that logits may be divided by."""
     if not _is_number(value):
         return False
-    # NumPy's float16 makes the ends 0 and inf, and a whole number may be larger than any float
-    number: Any = value if isinstance(value, Rational) else float(value)
-    return COLDEST <= number <= HOTTEST
+    narrow = getattr(value, "itemsize", 4) < 4  # NumPy's float16, which would make the ends 0 and inf
+    return COLDEST <= (float(value) if narrow else value) <= HOTTEST
 
 
 def is_drawing_temperature(value: Any) -> bool:
@@ -58,9 +57,9 @@ class Rules:
         top_k = whole(self.top_k)
         if top_k is None or top_k < 0:
             raise OptionError(f"top_k: expected a whole number, 0 for all entries, got {self.top_k!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < float(self.top_p) <= 1:
             raise OptionError(f"top_p: expected a share in 0 < p ≤ 1, 1 for all entries, got {self.top_p!r}")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+        if not _is_number(self.min_p) or not 0 <= float(self.min_p) <= 1:
             raise OptionError(f"min_p: expected a share in 0..1, 0 for all entries, got {self.min_p!r}")
         if self.order not in get_args(Order):
             raise OptionError(f"order: expected {' or '.join(map(repr, get_args(Order)))}, got {self.order!r}")

@@ -69,7 +69,7 @@ def sample_tokens(
     lead = jnp.shape(hidden)[:-1]
     rules = _unless_greedy(temperature, Rules(top_k, top_p, min_p, order))
     options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
-    call = _sampling_call(hidden, head, options, rules, keep, forbidden)
+    call, keep = _sampling_call(hidden, head, options, rules, keep, forbidden)
     each = _each_temperature(temperature, lead, call.compute_dtype)
     keys = _keys(noise, rules, lead, varies((call.tokens.hidden, each)))
     check_same_on_all(axis_name, temperature=each, noise=keys)
@@ -88,14 +88,14 @@ def _unless_greedy(temperature: float | Array, rules: Rules) -> Rules | None:
 
 def _sampling_call(
     hidden: Array, head: LMHead, options: Options, rules: Rules | None, keep: int, forbidden: tuple[int, ...]
-) -> Call:
-    """The checked call; half of the budget is left for noise and for rows all of whose entries are looked at."""
+) -> tuple[Call, int]:
+    """The checked call and `keep`; half of the budget is left for noise and for rows that are looked at whole."""
     call = lax.stop_gradient(checked_call(hidden, head, None, options))
     keep = whole_within("keep", keep, 0, call.vocab_size)
     retained = 0 if rules is None or rules.none else rules.retained(keep, call.vocab_size)
     own = {"top_k": max(1, keep, retained), "memory_budget": max(1, call.options.budget // 2)}
     forbidden = _check_forbidden(forbidden, call.vocab_size)
-    return replace(call, options=replace(call.options, forbidden=forbidden, **own))
+    return replace(call, options=replace(call.options, forbidden=forbidden, **own)), keep
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -94,7 +94,7 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
     return jnp.asarray(denominator, dtype).reshape(())
 
 
-def is_array(x: Any, of: Any = np.generic) -> bool:
+def is_array(x: Any, of: Any = np.number) -> bool:
     """Whether it is an array of such numbers; one whose dtype JAX cannot read, torch's say, is none."""
     try:
         return jnp.issubdtype(x.dtype, of)
@@ -222,7 +222,7 @@ def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype)
             raise OptionError(
                 f"temperature: expected a number in {TEMPERATURES} or an array of such, got {temperature!r}"
             )
-        return None if temperature == 1 else jnp.full(math.prod(lead), temperature, dtype)
+        return None if temperature == 1 else jnp.full(math.prod(lead), float(temperature), dtype)
     each = lax.stop_gradient(_floating("temperature", temperature))
     values = None if isinstance(each, Tracer) else np.asarray(each, np.float64)
     if values is not None and not bool(are_temperatures(values).all()):

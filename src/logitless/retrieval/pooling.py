@@ -11,6 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from ..algebra.options import whole, whole_within
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..vocab.face import Call, Documents, LMHead, agreed, dtype_of, flatten, max_pool, max_pool_kept, on_all, with_lora
 from .sparse import SparseRows
@@ -139,7 +140,7 @@ def _pooled(
     call = with_lora(call, rows=documents.rows)
     if above is None and top_k is None:
         return MaxPooled(*max_pool(call, documents))
-    kept = max_pool_kept(call, documents, above, top_k)
+    kept = max_pool_kept(call, documents, above, whole(top_k))
     counts = torch.bincount(kept.documents, minlength=len(documents))
     ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     return SparseRows(ends, kept.ids, kept.values, head.rows, kept.places)
@@ -148,9 +149,8 @@ def _pooled(
 def _check_kept(above: float | None, top_k: int | None, rows: int) -> None:
     if above is not None and (not isinstance(above, Real) or math.isnan(above)):
         raise OptionError(f"above: expected a number or None, got {above!r}")
-    whole = isinstance(top_k, int) and not isinstance(top_k, bool)
-    if top_k is not None and not (whole and 1 <= top_k <= rows):
-        raise OptionError(f"top_k: expected a whole number in 1..{rows} (the vocabulary) or None, got {top_k!r}")
+    if top_k is not None:
+        whole_within("top_k", top_k, 1, rows)
 
 
 def _padded(hidden: Tensor, mask: Tensor | None) -> Documents:

@@ -62,7 +62,7 @@ class SampleRecord(Derived):
         device: torch.device | str = "cpu",
     ) -> SampleRecord:
         """A record of `shape` for `write` to fill. Raises OptionError."""
-        keep = whole_within("keep", keep, 0, vocab_size)
+        keep, vocab_size = whole_within("keep", keep, 0, vocab_size), int(vocab_size)
         whole = torch.zeros(shape, dtype=torch.int32, device=device)
         real = torch.zeros(shape, dtype=dtype, device=device)
         made: dict[str, Any] = {name: real.clone() for name in names()}

@@ -41,7 +41,7 @@ class SampleRecord(Derived):
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, keep: int, vocab_size: int, dtype: Any = jnp.float32) -> SampleRecord:
         """A record of `shape` for `write` to fill; tokens are -1 until they are written. Raises OptionError."""
-        keep = whole_within("keep", keep, 0, vocab_size)
+        keep, vocab_size = whole_within("keep", keep, 0, vocab_size), int(vocab_size)
         integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
         made = {name: integers if name in ("rank", "n_kept") else floats for name in names()}
         made["token"] = integers - 1
