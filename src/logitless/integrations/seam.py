@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,3 +51,19 @@ def moved(name: str, expected: tuple[str, ...]) -> str:
     got = tuple(inspect.signature(function).parameters)
     same = len(got) == len(expected) and all(x in names.split("|") for x, names in zip(got, expected, strict=True))
     return "" if same else f"{name.split(':')[1]} takes ({', '.join(got)}), expected ({', '.join(expected)})"
+
+
+def methods_called(kind: type, name: str) -> Iterator[Any]:
+    """The methods that a call of that name runs: its own, and the next one above as long as each names super."""
+    for owner in kind.__mro__:
+        method = owner.__dict__.get(name)
+        if method is None:
+            continue
+        yield method
+        if "super" not in names_in(method):
+            return
+
+
+def names_in(method: Callable[..., Any]) -> tuple[str, ...]:
+    """The globals and attributes that a method's code names, beneath its wrappers."""
+    return inspect.unwrap(method).__code__.co_names

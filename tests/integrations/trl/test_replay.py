@@ -283,6 +283,17 @@ def gmpo(place):
     return GMPOTrainer(str(place), reward_funcs=runs.vowels, args=args, **runs.common(place, runs.prompts()))
 
 
+def doubled(place):
+    """Whose loss is twice that of the class above."""
+    from trl import GRPOTrainer
+
+    class Doubled(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return 2 * super()._compute_loss(model, inputs)
+
+    return runs.grpo(place, trainer=Doubled)
+
+
 # options of generation that draw otherwise than by temperature, top_k, top_p and min_p
 UNLIKE = {
     "do_sample": False,
@@ -320,7 +331,12 @@ UNLIKE = {
             "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False",
         ),
         (runs.rloo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got RLOOTrainer"),
-        (gmpo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got GMPOTrainer"),
+        (
+            gmpo,
+            {"corrected": True},
+            "corrected: expected GRPO's importance ratio in the loss, got GMPOTrainer, whose loss is "
+            r"another; call super\(\)._compute_loss in it, or leave corrected out",
+        ),
         (
             partial(runs.grpo, temperature=1.0, generation_kwargs={"temperature": 0.7}),
             {},
@@ -339,6 +355,19 @@ def test_what_cannot_be_replayed_is_refused(place, made, options, message):
         install(runs.grpo(place), corrected=True)
     with pytest.raises(OptionError, match="order: expected replay, which does the sampling, with 'vllm'"):
         install(runs.grpo(place), order="vllm")
+
+
+def test_a_loss_that_adds_to_trls_is_corrected(place):
+    trainer, plain = doubled(place), runs.grpo(place)
+    for made in (trainer, plain):
+        made.current_gradient_accumulation_steps = 1
+        install(made, replay=True, corrected=True)
+    batch = rollouts(plain)
+    batch[replay.RATIO] = 3 * batch[replay.RATIO]
+    with torch.no_grad():
+        found, once = (made._compute_loss(made.model, batch) for made in (trainer, plain))
+    assert once != 0
+    torch.testing.assert_close(found, 2 * once)
 
 
 def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead, encodes
+from .. import seam
 from .evaluation import Evaluation
 from .inputs import check_by_name
 from .installed import Installed, Method, check_loss, forward_like, is_installed
@@ -218,12 +218,4 @@ def _check_prompt(model: nn.Module) -> None:
 
 def _calls_loss_function(kind: type) -> bool:
     """Whether its forward does, or the one that it calls as super().forward."""
-    for owner in kind.__mro__:
-        if "forward" not in owner.__dict__:
-            continue
-        names = inspect.unwrap(owner.__dict__["forward"]).__code__.co_names
-        if "loss_function" in names:
-            return True
-        if "super" not in names:
-            return False
-    return False
+    return any("loss_function" in seam.names_in(method) for method in seam.methods_called(kind, "forward"))

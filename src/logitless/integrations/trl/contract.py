@@ -98,8 +98,14 @@ def own_loss(trainer: Any, kind: str) -> bool:
     return _own(trainer, LOSS[kind])
 
 
+def calls_own_loss(trainer: Any, kind: str) -> bool:
+    """As `own_loss`, or with a method of its own that calls TRL's as super()'s, as far as its code tells."""
+    name = LOSS[kind].rsplit(".", 1)[1]
+    return name not in vars(trainer) and _found(LOSS[kind]) in seam.methods_called(type(trainer), name)
+
+
 def only_own_loss(trainer: Any, kind: str) -> bool:
-    """Whether that is all of it: a compute_loss of one's own may add what it likes to TRL's."""
+    """Whether `own_loss` is all of it: a compute_loss of one's own may add what it likes to TRL's."""
     return own_loss(trainer, kind) and _own(trainer, f"{LOSS[kind].rsplit('.', 1)[0]}.compute_loss")
 
 

@@ -16,7 +16,7 @@ from ...sample import SampleRecord, SamplingMask
 from ...vocab.face import LMHead
 from ..transformers.generation import Recorder
 from ..transformers.lm_head import replaced
-from .contract import own_loss
+from .contract import calls_own_loss
 from .scores import IGNORED, Wanted, scores
 
 KEPT = 512  # entries of a token's set that a record holds where the trainer has no top_k
@@ -219,8 +219,11 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
         if getattr(trainer, name, None):
             raise ConfigError(f"replay: expected completions that the policy sampled alone, got {name}; leave one out")
     _check_sampling(trainer.generation_config, trainer.temperature)
-    if corrected and not own_loss(trainer, "GRPOTrainer"):
-        raise OptionError(f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}")
+    if corrected and not calls_own_loss(trainer, "GRPOTrainer"):
+        raise OptionError(
+            f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}, whose loss is "
+            "another; call super()._compute_loss in it, or leave corrected out"
+        )
     if corrected and not trainer.vllm_importance_sampling_correction:
         raise OptionError(
             "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False, "
