@@ -303,6 +303,8 @@ UNLIKE = {
     "sequence_bias": [[[7], -1.0]],
     "typical_p": 0.9,
     "num_beams": 2,
+    "forced_eos_token_id": 0,
+    "forced_bos_token_id": 7,
 }
 
 
@@ -368,6 +370,15 @@ def test_a_loss_that_adds_to_trls_is_corrected(place):
         found, once = (made._compute_loss(made.model, batch) for made in (trainer, plain))
     assert once != 0
     torch.testing.assert_close(found, 2 * once)
+
+
+@pytest.mark.parametrize("asked", [{"penalty_alpha": 0.6}, {"temperature": None}, {"min_length": 0}], ids=str)
+def test_options_of_generation_that_change_nothing_are_taken(place, asked):
+    trainer = runs.grpo(place, temperature=1.0, generation_kwargs=asked)
+    trainer.current_gradient_accumulation_steps = 1
+    install(trainer, replay=True)
+    trainer._compute_loss(trainer.model, rollouts(trainer))
+    assert trainer._metrics["train"]["sampling/k3"] == pytest.approx([0], abs=1e-6)
 
 
 def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):

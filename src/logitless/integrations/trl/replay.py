@@ -24,9 +24,10 @@ KEPT = 512  # entries of a token's set that a record holds where the trainer has
 UNLIKE: dict[str, Any] = {
     "num_beams": 1,
     **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "repetition_penalty", "typical_p"), 1),
-    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "min_length")),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "min_new_tokens", "top_h")),
-    **dict.fromkeys(("no_repeat_ngram_size", "penalty_alpha", "sequence_bias", "watermarking_config")),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty", "top_h")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "watermarking_config")),
 }
 SETS, SAMPLED, RATIO = "sampled_from", "sampling_per_token_logps", "importance_sampling_ratio"
 
@@ -240,7 +241,7 @@ def _check_sampling(asked: Any, temperature: float) -> None:
         )
     for name, plain in UNLIKE.items():
         value = getattr(asked, name, None)
-        if value and value != plain:
+        if value is not None and value != plain:
             raise ConfigError(
                 f"replay: expected top_k, top_p and min_p alone, got {name}={value!r}; leave one of the two out"
             )
@@ -248,7 +249,7 @@ def _check_sampling(asked: Any, temperature: float) -> None:
         raise ConfigError(
             f"replay: expected completions that are sampled, got do_sample={asked.do_sample}; leave it out"
         )
-    if asked.temperature != temperature:
+    if (1.0 if asked.temperature is None else asked.temperature) != temperature:
         raise ConfigError(
             f"replay: expected completions sampled at the temperature of {temperature} that scores them, got "
             f"{asked.temperature} in generation_kwargs; set the trainer's temperature instead"
