@@ -36,6 +36,7 @@ from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
 from logitless.workbench.runs.ending import Interrupted
+from logitless.workbench.runs.rundir import differing
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.integrations.tiny import TINY
 from tests.support.workbench.grading import of
@@ -162,6 +163,13 @@ def test_prompts_that_are_lost_are_those_of_the_steps_it_began_with(small, half_
     (place / "prompts.jsonl").unlink()
     run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
     assert (place / "prompts.jsonl").read_bytes() == (half_done / "prompts.jsonl").read_bytes()
+
+
+def test_a_label_that_is_given_as_it_would_be_anyway_is_no_other_option():
+    """As a run from Python has it, or one from before there was a default."""
+    assert not differing(GradeConfig(reward_label=1), GradeConfig())
+    assert not differing(GradeConfig(), GradeConfig(reward_label=1))
+    assert differing(GradeConfig(reward_label=0), GradeConfig()) == {"reward_label": (0, 1)}
 
 
 def test_a_signal_outside_the_steps_says_how_to_go_on(small, half_done, tmp_path, monkeypatch):

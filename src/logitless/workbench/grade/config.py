@@ -102,7 +102,8 @@ class GradeConfig(RunOptions):
         return LORA_RATE if self.lora_rank else FULL_RATE
 
     def value_of(self, name: str) -> Any:
-        return self.rate if name == "learning_rate" else super().value_of(name)
+        own = {"learning_rate": self.rate, "reward_label": 1 if self.reward_label is None else self.reward_label}
+        return own[name] if name in own else super().value_of(name)
 
     def check(self) -> GradeConfig:
         """Itself, or OptionError for the first value without a meaning."""
