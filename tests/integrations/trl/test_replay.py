@@ -381,6 +381,14 @@ def test_options_of_generation_that_change_nothing_are_taken(place, asked):
     assert trainer._metrics["train"]["sampling/k3"] == pytest.approx([0], abs=1e-6)
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.6), ("typical_p", 0.9)])
+def test_what_the_models_own_configuration_asks_for_counts_where_the_trainers_is_none(place, name, value):
+    trainer = runs.grpo(place, temperature=1.0, generation_kwargs={name: None})
+    setattr(trainer.model.generation_config, name, value)
+    with pytest.raises(ConfigError, match=f"replay: expected .*{value}"):
+        install(trainer, replay=True)
+
+
 def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):
     monkeypatch.setattr(replay, "KEPT", 83)
     trainer = runs.grpo(place, top_p=TOP_P, beta=0.0, loss_type="dapo")

@@ -219,7 +219,7 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
     for name in ("tools", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(f"replay: expected completions that the policy sampled alone, got {name}; leave one out")
-    _check_sampling(trainer.generation_config, trainer.temperature)
+    _check_sampling(trainer)
     if corrected and not calls_own_loss(trainer, "GRPOTrainer"):
         raise OptionError(
             f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}, whose loss is "
@@ -232,28 +232,33 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
         )
 
 
-def _check_sampling(asked: Any, temperature: float) -> None:
+def _check_sampling(trainer: Any) -> None:
     """Raises ConfigError where generation draws otherwise than by rules that are recorded, or than is scored."""
-    if asked.suppress_tokens:
+    if _asked(trainer, "suppress_tokens"):
         raise ConfigError(
             "replay: expected top_k, top_p and min_p alone, got suppress_tokens, as TRL sets them for a model with "
             "images; leave replay out"
         )
     for name, plain in UNLIKE.items():
-        value = getattr(asked, name, None)
+        value = _asked(trainer, name)
         if value is not None and value != plain:
             raise ConfigError(
                 f"replay: expected top_k, top_p and min_p alone, got {name}={value!r}; leave one of the two out"
             )
-    if not asked.do_sample:
+    do_sample, temperature = _asked(trainer, "do_sample"), _asked(trainer, "temperature")
+    if not do_sample:
+        raise ConfigError(f"replay: expected completions that are sampled, got do_sample={do_sample}; leave it out")
+    if (1.0 if temperature is None else temperature) != trainer.temperature:
         raise ConfigError(
-            f"replay: expected completions that are sampled, got do_sample={asked.do_sample}; leave it out"
+            f"replay: expected completions sampled at the temperature of {trainer.temperature} that scores them, got "
+            f"{temperature}; leave it out of generation_kwargs, and set the trainer's temperature instead"
         )
-    if (1.0 if asked.temperature is None else asked.temperature) != temperature:
-        raise ConfigError(
-            f"replay: expected completions sampled at the temperature of {temperature} that scores them, got "
-            f"{asked.temperature} in generation_kwargs; set the trainer's temperature instead"
-        )
+
+
+def _asked(trainer: Any, name: str) -> Any:
+    """An option of generation: the trainer's, or the model's own, which generate takes where that is None."""
+    value = getattr(trainer.generation_config, name, None)
+    return getattr(trainer.model.generation_config, name, None) if value is None else value
 
 
 def importance_ratio(
