@@ -135,7 +135,7 @@ def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_numbers(what):
     rounded.lm_head.weight.data = module.lm_head.weight.bfloat16().double()
     y = torch.atanh(torch.tanh(x).bfloat16().double()).detach().requires_grad_()
     expected = rounded(y, labels)
-    torch.testing.assert_close(loss.double(), expected, rtol=5e-7, atol=5e-7)  # unrounded: 3e-6 away
+    torch.testing.assert_close(loss.double(), expected, rtol=5e-7, atol=5e-7)  # unrounded: 1e-5 to 2e-3 away
     for grad, want in zip(found, torch.autograd.grad(expected, [y, *rounded.lm_head.parameters()]), strict=True):
         assert_near_in_norm(grad, want, 2**-7)
 
