@@ -105,6 +105,11 @@ def test_trainer(name, smoothing, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_ligers_kernels_are_taken_where_it_has_no_forward(tmp_path):
+    arguments = transformers.TrainingArguments(tmp_path, report_to=[], use_cpu=True, use_liger_kernel=True)
+    logitless.install(transformers.Trainer(MASKED["bert"].build(), arguments))
+
+
 @pytest.mark.parametrize("name", ["bert", "modernbert-sparse"])
 def test_metrics_of_a_trainer(name, tmp_path):
     """Each label's own position says them: nothing is shifted."""

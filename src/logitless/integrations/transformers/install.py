@@ -188,8 +188,6 @@ def _check_options(
 def _check(wrapped: nn.Module, model: Any, trainer: Any) -> None:
     """ConfigError unless the model's loss is a cross-entropy of what its one output head returns, and stays so."""
     _check_prompt(wrapped)
-    if trainer is not None:
-        check_kernels(trainer.args)
     name = type(model).__name__
     head: Any = output_head(model)
     if encodes(model.config):
@@ -200,6 +198,8 @@ def _check(wrapped: nn.Module, model: Any, trainer: Any) -> None:
     if is_masked(model):
         check_masked(model)
         return
+    if trainer is not None:
+        check_kernels(trainer.args)
     if not _calls_loss_function(type(model)):
         raise ConfigError(f"{name} computes its loss by itself, expected self.loss_function: use linear_cross_entropy")
     check_loss(model)

@@ -83,13 +83,13 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
 
 
 def check_kernels(arguments: Any) -> None:
-    """ConfigError where `train` lets Liger put a forward of its own into the model, over the one that is installed."""
+    """ConfigError where `train` may have Liger put a forward of its own into the model, over the installed one."""
     if not getattr(arguments, "use_liger_kernel", False):
         return
     if (arguments.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         raise ConfigError(
-            "use_liger_kernel: expected kernels of layers alone, got Liger's loss too, whose forward replaces ours; "
-            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
+            "use_liger_kernel: expected kernels of layers alone, got Liger's loss too, whose forward would replace "
+            "ours where Liger has one for this model; set liger_kernel_config={'fused_linear_cross_entropy': False}"
         )
 
 
