@@ -6,7 +6,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate.utils.operations import get_data_structure, get_shape, listify
+from packaging.version import Version
 from transformers import Trainer
 
 import logitless
@@ -121,6 +123,7 @@ def test_what_accelerate_says_of_predictions():
     assert get_data_structure(kept) == get_data_structure(given)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its Trainer keeps the loss of NaN")
 @pytest.mark.parametrize("whole", [True, False], ids=["trainer", "model"])
 @pytest.mark.parametrize("how", ["causal", "smoothed", "multi-token", "uncounted", "of axolotl"])
 def test_a_batch_without_a_token_that_counts_is_none_of_an_evaluation(tmp_path, how, whole):

@@ -62,7 +62,8 @@ def or_empty(
 ) -> Tensor:
     """The loss, or `empty` where no token of the whole batch counts; None: NaN in an evaluation, as transformers' is.
 
-    Trainer leaves that out of its eval_loss.
+    Trainer leaves that out of its eval_loss from transformers 5.23 on, unless logging_nan_inf_filter=False or every
+    batch is such; before 5.23, eval_loss is NaN, as without us.
     """
     if empty is None and torch.is_grad_enabled():
         return loss
