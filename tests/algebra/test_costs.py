@@ -51,9 +51,9 @@ def test_prices(want, grads, loss, method, gemms):
 
 
 def test_bases_that_cancel_are_recomputed_where_they_would_be_rounded():
-    assert price_of(("reverse_kl",), rounds=False, **FROZEN) == Price("basis", 4, ("p", "q"))
-    assert price_of(("reverse_kl",), rounds=True, **FROZEN) == Price("recompute", 5)
-    assert price_of(("kl",), rounds=True, **FROZEN).method == "basis"
+    assert price_of(("reverse_kl",), half_products=False, **FROZEN) == Price("basis", 4, ("p", "q"))
+    assert price_of(("reverse_kl",), half_products=True, **FROZEN) == Price("recompute", 5)
+    assert price_of(("kl",), half_products=True, **FROZEN).method == "basis"
 
 
 def test_softcapped_mean_logit_is_recomputed():

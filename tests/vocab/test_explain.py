@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.vocab.backends import logits
 from logitless.vocab.call import choice
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
@@ -139,12 +140,20 @@ def test_what_forming_a_gradient_takes_beside_it(trained, loss):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "method"),
-    [("meta", torch.bfloat16, "recompute"), ("meta", torch.float32, "basis"), ("cpu", torch.bfloat16, "basis")],
+    ("device", "dtype", "tiles", "method"),
+    [
+        ("meta", torch.bfloat16, False, "recompute"),
+        ("meta", torch.float32, False, "basis"),
+        ("cpu", torch.bfloat16, True, "recompute"),
+        ("cpu", torch.bfloat16, False, "basis"),
+        ("cpu", torch.float32, True, "basis"),
+    ],
     ids=str,
 )
-def test_what_rounds_a_reverse_kls_weights_recomputes(device, dtype, method):
-    """A device that multiplies operands of 16 bits as they are; a CPU widens them."""
+@not_interpreted
+def test_what_rounds_a_reverse_kls_weights_recomputes(device, dtype, tiles, method, monkeypatch):
+    """A GPU multiplies operands of 16 bits as they are, and so do a CPU's tiles; another CPU widens them."""
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: tiles and x.device.type == "cpu")
     hidden, weight = (torch.empty(n, 16, dtype=dtype, device=device) for n in (8, 99))
     head = ll.LMHead(weight)
     said = ll.explain(hidden.requires_grad_(), head, want=("reverse_kl",), reference=(hidden.detach(), head))

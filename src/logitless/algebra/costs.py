@@ -64,15 +64,16 @@ def price_of(
     softcap: bool = False,
     sampling_mask: bool = False,
     reference_products: int = 1,
-    rounds: bool = False,
+    half_products: bool = False,
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
     `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
     `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `sampling_mask`: only
-    each token's own set of entries counts; `reference_products`: 0 where a reference's logits exist already; `rounds`:
-    bases are rounded to 16 bits before their products, of which p and q, one by one, lose what tells them apart.
+    each token's own set of entries counts; `reference_products`: 0 where a reference's logits exist already;
+    `half_products`: bases are rounded to 16 bits before their products, of which p and q, one by one, lose what tells
+    them apart.
     """
     if sampling_mask:
         return Price("kept", 0)
@@ -91,7 +92,7 @@ def price_of(
     if not everywhere:
         return Price("one-hot", products, materialised=whole)
     accumulable = bases <= ACCUMULATES and len(bases) <= 2 and not (softcap and "zsum" in sums)
-    if accumulable and not weight_grad and not bias_grad and not (rounds and "q" in bases):
+    if accumulable and not weight_grad and not bias_grad and not (half_products and "q" in bases):
         return Price("basis", products + len(bases), tuple(sorted(bases)), materialised=whole)
     return Price("recompute", 2 * products + backward, materialised=whole)
 

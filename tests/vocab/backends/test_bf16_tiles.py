@@ -106,7 +106,7 @@ def test_a_reference_near_by_leaves_reverse_kls_gradient_its_digits(backend, til
     right = dense_token_stats(exact.hidden, exact.head, None, want=("reverse_kl",), reference=exact.reference)
     right["reverse_kl"].mean().backward()
     assert 5e-5 < own.mean() < 2e-4
-    assert set(tiles) == {True, False}  # logits, and sums of weights
+    assert set(tiles) == {True, False}  # the policy's, and the reference's
     assert (x.hidden.grad.double() - exact.hidden.grad).norm() < 3e-3 * exact.hidden.grad.norm()
 
 

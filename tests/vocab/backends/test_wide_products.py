@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import logitless as ll
 from logitless.vocab.backends import logits
@@ -46,6 +47,14 @@ def test_a_device_without_them_is_asked_once(asked):
     asked.append(RuntimeError("out_dtype must be the same as input dtype"))
     assert not logits.has_out_dtype("cuda")
     assert not logits.has_out_dtype("cuda")
+
+
+def test_the_device_is_asked_while_a_graph_is_traced(asked, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(logits, "add_product", lambda a, b, out: kinds.append(type(a)))
+    with FakeTensorMode():
+        assert logits.has_out_dtype("cuda")
+    assert kinds == [torch.Tensor]
 
 
 @pytest.fixture

@@ -40,9 +40,11 @@ from .logits import (
     LabelPlaces,
     Operands,
     Projection,
+    are_half,
     cap_at,
     finite_,
     logits_grad_dtype,
+    multiplies_tiles,
     operand_dtype,
 )
 from .sets import Entries, Logits
@@ -249,6 +251,15 @@ def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
 def converts(call: Call, weight: Weight) -> bool:
     """Whether that is not its own."""
     return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
+
+
+def rounds_weights(call: Call) -> bool:
+    """Whether what weighs the head's rows is rounded to 16 bits for its products: on a GPU, and in a CPU's tiles."""
+    hidden, weight = call.inputs.hidden, call.options.autocast or call.head.weight.dtype
+    if hidden.device.type == "meta":  # stands for a GPU's in `explain`
+        return are_half(hidden, weight)
+    narrow = multiplied_dtype(call, call.head.weight) != call.compute
+    return narrow or multiplies_tiles(hidden, weight, call.compute)
 
 
 def p_alone(call: Call) -> bool:

@@ -12,7 +12,7 @@ from ...algebra.costs import Price, price_of
 from ...algebra.stats import has_gradient
 from ...errors import GradientError
 from ...upstream import check_upstream
-from ..backends.logits import are_half
+from ..backends.base import rounds_weights
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
 from .engine import LossPass, Saved, Together, loss_gradients
@@ -38,7 +38,6 @@ def loss_price(call: Call, needs: Needs) -> Price:
 def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
     # the adapters' gradients need the logits' gradient at all entries, as a bias does
     everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
-    half = are_half(call.inputs.hidden, call.options.autocast or call.head.weight.dtype)
     return price_of(
         call.options.want,
         hidden_grad=needs.hidden,
@@ -49,7 +48,7 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         softcap=bool(call.head.softcap),
         sampling_mask=call.sampling_mask is not None,
         reference_products=int(call.reference_rows is None),
-        rounds=half and call.inputs.hidden.device.type != "cpu",
+        half_products=rounds_weights(call),
     )
 
 

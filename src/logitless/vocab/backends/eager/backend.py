@@ -160,8 +160,7 @@ class Running(Form):
             weights = weights * self.flat
         parts = self.products[basis].split(self.widths, 1)
         for factor, w, part in zip(self.chunk.policy.factors, self.w, parts, strict=True):
-            # rounded one by one, p and q near it would leave no digits of their difference
-            with bf16_products(factor.in_tiles and "q" not in self.products):
+            with bf16_products(factor.in_tiles):
                 add_product(weights.to(w.dtype), w, part)
 
 
