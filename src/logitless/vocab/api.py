@@ -50,8 +50,9 @@ from .stats import TokenStats
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
 CROSS_ENTROPY_NAMES = ("weight", "reduction", "label_smoothing", "z_loss", "denominator", *CROSS_ENTROPY_OPTIONS)
 BREAKS = (
-    "logitless: token_loss, a sampling_mask, a reference's logits, backend 'quack', a SparseBackward and a quantised "
-    "head break the graph, expected none of them with fullgraph=True; leave that out"
+    "logitless: token_loss, a sampling_mask, a reference's logits, a draft's head beside its target's, backend "
+    "'compiled' or 'quack', a SparseBackward and a quantised head break the graph, expected none of them with "
+    "fullgraph=True; leave that out"
 )
 F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]

@@ -106,6 +106,18 @@ def test_a_reference_with_equal_token_ids_breaks_no_graph():
     assert torch.equal(compiled(ops.hidden), kl(ops.hidden))
 
 
+@pytest.mark.compiled
+def test_a_target_beside_its_draft_breaks_the_graph():
+    ops, ids, options = drafted(torch.float32)
+    head = replace(ops.head, token_ids=ids)
+
+    def kl(x):
+        return ll.token_stats(x, head, want=("kl",), **options).kl
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a draft's head beside its target's breaks the graph"):
+        torch.compile(kl, backend="eager", fullgraph=True)(ops.hidden)
+
+
 def test_softcap():
     """Of the target as of the draft: the oracle's -inf passes no softcap, so probabilities are compared."""
     ops, ids, options = drafted(softcap=3.0)
