@@ -42,17 +42,17 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     assert level is not None
     scale = (p * torch.exp((level - totals.m) - totals.log_s))[:, None]
     begins = grads.begins(grads.weight)
-    tokens = [None if x is None else torch.zeros_like(x) for x, _ in grads.pairs]
+    factors, pairs = chunk.policy.factors, grads.pairs[: len(chunk.policy.factors)]
+    tokens = [None if x is None else torch.zeros_like(x) for x, _ in pairs]
     adding = [shares_of(x, chunk.slices.width) for x in tokens]
-    pairs = zip(chunk.policy.factors, grads.pairs, strict=False)
-    scaled = [None if y is None else f.tokens * scale for f, (_, y) in pairs]
+    scaled = [None if y is None else f.tokens * scale for f, (_, y) in zip(factors, pairs, strict=True)]
     for tile in chunk.materialised:
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
         if grads.bias is not None:
             grads.bias[tile.v] += torch.mul(tile.z, scale, out=chunk.scratch.take("w", tile.z)).sum(0)
         _add_products(chunk, tile, scaled, adding, grads, begins)
-    for (into, _), total, shares in zip(grads.pairs, tokens, adding, strict=True):
+    for (into, _), total, shares in zip(pairs, tokens, adding, strict=True):
         collect(shares, total)
         if into is not None and total is not None:
             into.addcmul_(total, scale)
@@ -63,9 +63,10 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
 def _add_products(
     chunk: Chunk, tile: Tile, scaled: list[Tensor | None], adding: list[Tensor | None], grads: Gradients, begins: bool
 ) -> None:
-    """A slice's weights times the head into `adding`, and times `scaled` tokens; a converted slice goes at the end."""
-    parts = chunk.policy.factors, chunk.policy.operand(tile.v), scaled, adding, grads.pairs
-    for factor, part, own, into, (_, entries) in zip(*parts, strict=False):
+    """A slice's weights times the head into `adding`, times `scaled` tokens; returning frees the converted slice."""
+    factors = chunk.policy.factors
+    parts = factors, chunk.policy.operand(tile.v), scaled, adding, grads.pairs[: len(factors)]
+    for factor, part, own, into, (_, entries) in zip(*parts, strict=True):
         with bf16_products(factor.in_tiles):
             if into is not None:
                 add_product(tile.z, part, into)
