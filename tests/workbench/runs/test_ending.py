@@ -30,6 +30,20 @@ def test_a_step_is_finished_unless_a_signal_comes_twice(number):
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_that_is_ignored_stays_so(number):
+    """As under nohup, which ignores SIGHUP on purpose."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with GentleStop(Console(quiet=True)) as stop:
+            stop.stepping = True
+            signal.raise_signal(number)
+        assert not stop.asked
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def on_a_terminal() -> int:
     """The other end of a terminal that this process writes to from now on."""
     here, there = pty.openpty()
