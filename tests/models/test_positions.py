@@ -36,7 +36,7 @@ def config(kind="qwen3", rope=None, **changes):
         (config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), 64),
         (AutoConfig.for_model("gpt2", n_positions=48), 48),
         (config("gemma3_text", layer_types=["sliding_attention", "full_attention"]), 64),
-        # as Gemma 3 4B writes it, of whose positions max_position_embeddings is the whole
+        # what transformers makes of Gemma 3 4B's, of whose positions max_position_embeddings is the whole
         (config("gemma3_text", {"full_attention": LINEAR8, "sliding_attention": NEAR}), 64),
         (AutoConfig.for_model("mamba"), None),
     ],
@@ -105,6 +105,20 @@ def test_models_that_cannot_be_scaled():
         scale(AutoConfig.for_model("gpt2"), "yarn:2")
     with pytest.raises(OptionError, match=r"has a scaling already \(llama3\)"):
         scale(config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), "yarn:2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6}),  # as published
+        ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR8, "sliding_attention": NEAR}}),
+        ("gemma2", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ],
+)
+def test_a_shape_reaches_as_far_as_transformers_configuration_of_the_same_file(kind, changes):
+    shape = from_config({"model_type": kind, **SIZES, **changes}, "m")
+    assert shape.positions == reach(AutoConfig.for_model(kind, **SIZES, **changes))
+    assert not shape.stretches
 
 
 def test_a_shape_says_how_far_its_positions_reach():

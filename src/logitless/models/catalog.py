@@ -26,6 +26,7 @@ class Family:
     qk_norm: bool = False
     norms: int = 2  # RMSNorms a layer, each of the hidden size
     fp32_norm: bool = False  # the norm's weight multiplies in fp32, before the cast
+    rotary_by_layer: bool = False  # an older `rope_scaling` is of the layers that attend to all tokens alone
     window_every: int = 0  # every n-th layer attends to all tokens, the others to a window; 0: see `window`
     defaults: dict[str, Any] = field(default_factory=dict)  # fields that published configurations leave out
 
@@ -40,7 +41,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qk_norm=True, defaults={"head_dim": 128}),
     "gemma": Family(fp32_norm=True, defaults={"tie_word_embeddings": True, "head_dim": 256}),
     "gemma2": Family(norms=4, fp32_norm=True, window_every=2, defaults={**_GEMMA, **_CAPPED}),
-    "gemma3_text": Family(qk_norm=True, norms=4, fp32_norm=True, window_every=6, defaults=_GEMMA3),
+    "gemma3_text": Family(
+        qk_norm=True, norms=4, fp32_norm=True, rotary_by_layer=True, window_every=6, defaults=_GEMMA3
+    ),
     "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen2_moe": Family(qkv_bias=True),
     "qwen3_moe": Family(qk_norm=True),
@@ -215,7 +218,7 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
         attention_softcap=bool(c.get("attn_logit_softcapping")),
         window=window,
         windowed_layers=windowed,
-        **_positions(c),
+        **_positions(c, family),
         **_experts(c, name, layers),
     )
 
@@ -240,12 +243,15 @@ def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
     return (window, layers) if c.get("model_type") in ("mistral", "mixtral") else (0, 0)
 
 
-def _positions(c: dict[str, Any]) -> dict[str, Any]:
+def _positions(c: dict[str, Any], family: Family) -> dict[str, Any]:
     """How far positions reach; only a configuration that states its rotary embeddings says that they stretch."""
     longest, rotary = c.get("max_position_embeddings"), c.get("rope_parameters")
     if rotary is None and "rope_theta" in c and c.get("rope_scaling") is None:
         rotary = {"rope_type": "default"}  # as configurations said it before transformers 5
-    stated = rotary if isinstance(rotary, dict) else c.get("rope_scaling")  # the older name
+    older = c.get("rope_scaling")
+    if family.rotary_by_layer and isinstance(older, dict):
+        older = {"full_attention": older}  # as transformers reads it
+    stated = rotary if isinstance(rotary, dict) else older
     if isinstance(longest, bool) or not isinstance(longest, int) or not isinstance(stated, dict | None):
         return {}
     try:
