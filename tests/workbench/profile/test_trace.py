@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 import logitless as ll
 from logitless.errors import ConfigError, OptionError
@@ -144,7 +149,8 @@ def test_the_peak_names_operator_and_module():
     assert sum(t.recording.categories(t.peak.event).values()) == t.peak.nbytes == max(t.recording.curve)
 
 
-def test_a_layers_experts_are_no_layers():
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_a_layers_experts_are_no_layers(layers):
     class Experts(Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +162,7 @@ def test_a_layers_experts_are_no_layers():
     class Mixture(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Experts() for _ in range(LAYERS))
+            self.layers = nn.ModuleList(Experts() for _ in range(layers))
 
     model = meta(Mixture)
     assert landmarks(model) == ("embed", "layers.0", "")
@@ -172,6 +178,39 @@ def test_layers_are_those_of_the_decoder():
     within = "model.language_model"
     assert landmarks(model) == (f"{within}.embed_tokens", f"{within}.layers.0", within)
     assert landmarks(micro_model()) == ("model.embed_tokens", "model.layers.0", "model")
+
+
+def test_layers_are_found_where_the_decoder_is_none_of_them():
+    """It is what transformers finds by the name `decoder`: of ModernBERT's the head."""
+    sizes = {**SHAPE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    with torch.device("meta"):
+        model = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes))
+    assert isinstance(model.get_decoder(), nn.Linear)
+    assert landmarks(model) == ("model.embeddings.tok_embeddings", "model.layers.0", "model")
+
+    class Without(Model):
+        def get_decoder(self):
+            return None
+
+    assert landmarks(meta(Without)) == ("embed", "layers.0", "")
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+def test_a_list_of_the_body_is_no_list_of_layers(embeds):
+    class Tower(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            if not embeds:
+                del self.embed
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList([Tower()])
+            self.head = nn.Linear(WIDTH, 128)
+
+    assert landmarks(meta(Towers)) == ("towers.0.embed" if embeds else None, "towers.0.layers.0", "towers.0")
 
 
 def test_several_steps_repeat_their_stages():

@@ -223,7 +223,9 @@ def landmarks(model: nn.Module) -> tuple[str | None, str | None, str]:
     find = getattr(model, "get_input_embeddings", None)
     embedding = find() if find else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     find = getattr(model, "get_decoder", None)
-    layers = max(_lists(find() if find else model), key=len, default=None)
+    decoder = find() if find else None  # of some models the head, or nothing
+    within = _lists(decoder) if isinstance(decoder, nn.Module) else ()
+    layers = max(within, key=len, default=None) or max(_lists(model), key=len, default=None)
     if layers is None:
         return names.get(id(embedding)), None, ""
     return names.get(id(embedding)), names[id(layers[0])], names[id(layers)].rpartition(".")[0]
@@ -232,10 +234,16 @@ def landmarks(model: nn.Module) -> tuple[str | None, str | None, str]:
 def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
     """The lists of modules within one, but not those within another list, such as a layer's experts."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList) and len(child):
+        if isinstance(child, nn.ModuleList) and len(child) and not _wraps(child):
             yield child
         else:
             yield from _lists(child)
+
+
+def _wraps(modules: nn.ModuleList) -> bool:
+    """Whether what a list holds is one whole body, not a layer: it multiplies by weights in lists of its own alone."""
+    inside = {m for each in _lists(modules[0]) for m in each.modules()} if len(modules) == 1 else set()
+    return bool(inside) and all(m in inside for m in modules.modules() if isinstance(m, nn.Linear))
 
 
 def head_shape(model: nn.Module) -> tuple[int, ...]:
