@@ -361,6 +361,49 @@ def test_nothing_is_nan_or_infinite(device):
     assert traced(meta(Checks), device=device).recording.stages
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_what_is_false_holds_under_more_operators(device):
+    class Checks(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            found = x.isnan()
+            for false in (found.all(), found.amax(), found.max(), found.any(-1).clone().max(0).values):
+                assert not false
+            assert (found.sum() + x.isinf().sum()).item() == 0
+            assert not torch.logical_or(found, x.isinf()).any()
+            assert not (found | False).any()
+            found |= x.isinf()
+            found.logical_or_(x.isinf())
+            count = found.sum()
+            count += x.isinf().sum()
+            assert not found.any()
+            assert count.item() == 0
+            return x
+
+    assert traced(meta(Checks), device=device).recording.stages
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_what_was_false_is_so_no_longer(device):
+    """Where something else is written to it, or it meets what is true."""
+
+    class Checks(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            found = x.isnan().any()
+            found |= (x > 0).any()
+            count = x.isnan().sum()
+            count += 5
+            filled = x.isnan()
+            filled[0] = True
+            for true in (found, filled.any(), (x.isnan() | True).any(), x.isnan().sum() + 5):
+                assert true
+            assert count.item() == 1
+            return x
+
+    assert traced(meta(Checks), device=device).recording.stages
+
+
 def test_mistakes():
     with pytest.raises(OptionError, match="expected 'gpu' or 'cpu', got 'tpu'"):
         trace(Model(), device="tpu")

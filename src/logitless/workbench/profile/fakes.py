@@ -25,14 +25,18 @@ aten = torch.ops.aten
 GPU = "meta"  # the device type that stands for a GPU: fake `cuda` tensors need a build with CUDA
 CHUNKS = 2  # of the logitless loss: a later chunk allocates what the second did
 FALSE = {aten.isnan, aten.isinf, aten.isposinf, aten.isneginf}
-FALSE_OF_FALSE = {aten.any, aten.sum, aten.mean, aten.count_nonzero, aten.logical_or, aten.bitwise_or, aten._to_copy}
+FALSE_OF_FALSE = {
+    *(aten.any, aten.all, aten.amax, aten.max, aten.sum, aten.mean, aten.count_nonzero, aten.clone, aten._to_copy),
+    *(aten.logical_or, aten.bitwise_or, aten.add, aten.logical_or_, aten.bitwise_or_, aten.add_, aten.copy_),
+}
+OPERANDS = ("Tensor", "number")  # the types of arguments with which an operator calculates
 
 
 class Fakes:
     """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
 
-    Numbers are 1, conditions hold, nothing is found and nothing is NaN or infinite. What a pass over the
-    vocabulary needs to know of its data `vocab.sizing` tells it.
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN or infinite, by `isnan`, `isinf` and what
+    FALSE_OF_FALSE makes of them. What a pass over the vocabulary needs to know of its data `vocab.sizing` tells it.
     """
 
     def __init__(self, device: str, labels: Labels) -> None:
@@ -56,11 +60,19 @@ class Fakes:
         out = func(*args, **kwargs)
         if self.device != "cpu":
             self.lint.created(tensors_of(out), args)
-        packet = func.overloadpacket
-        if packet in FALSE or (packet in FALSE_OF_FALSE and all(map(self._is_false, tensors_of(args)))):
+        if self._gives_false(func, args):
             for x in tensors_of(out):
                 self._set_false(x.untyped_storage())
+        elif func._schema.is_mutable:  # written to
+            self._false.difference_update(x.untyped_storage()._cdata for x in tensors_of(out))
         return out
+
+    def _gives_false(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an operator's result is false: of what is false, beside which no number is an operand but 0."""
+        if func.overloadpacket not in FALSE_OF_FALSE or not all(map(self._is_false, tensors_of(args))):
+            return func.overloadpacket in FALSE
+        operands = (x for x, place in zip(args, func._schema.arguments, strict=False) if str(place.type) in OPERANDS)
+        return not any(x for x in operands if not isinstance(x, Tensor))
 
     def _is_false(self, x: Tensor) -> bool:
         return x.untyped_storage()._cdata in self._false
