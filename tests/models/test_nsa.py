@@ -11,7 +11,7 @@ from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NAME, attach, documents, padding
 from logitless.models.nsa.options import NSAOptions
 from logitless.models.nsa.saved import load, load_parameters
-from tests.support.allocations import largest_allocation
+from tests.support.allocations import largest_allocation, peak_new_bytes
 
 SMALL = NSAOptions(block=8, stride=4, selected_block=16, selected=4, window=10)
 WIDE = NSAOptions(block=32, stride=8, selected_block=16, selected=4, window=3)
@@ -118,6 +118,17 @@ def test_memory_is_linear_in_the_context(monkeypatch):
     options, keys = NSAOptions(selected=4, window=64), 4096
     tensors = problem(keys, keys, 2, 1, options, dim=8, dtype=torch.float32)
     assert largest_allocation(lambda: nsa(*tensors, 1.0, options).sum().backward()) < keys * keys / 4
+
+
+def test_backward_holds_no_second_copy_of_its_sums():
+    """Gradients replace them one by one; beside them are the keys' and values' of the selected branch."""
+    options = NSAOptions(selected=4, window=64)
+    tensors = problem(16_384, 4, 1, 1, options, dim=64, dtype=torch.bfloat16)
+    _, key, value, *_ = tensors
+    result = nsa(*tensors, 0.5, options).sum()
+    sums = sum(2 * t.nbytes for t in tensors[1:5])
+    peak = peak_new_bytes(lambda: torch.autograd.grad(result, tensors))
+    assert peak < sums + 1.5 * (key.nbytes + value.nbytes) + key.nbytes / 4
 
 
 def model_and_ids(length=60, seed=0):

@@ -32,7 +32,8 @@ def nsa(
     The heads of a group (grouped-query attention) select the same blocks, by the sum of their attention to the
     compressed ones; the selection itself has no gradient.
 
-    Memory: the results, their gradients, and about 64 MiB for a chunk of queries; backward recomputes the chunks.
+    Memory: the results, their gradients, those of keys and values in fp32, and about 64 MiB for a chunk of queries;
+    backward recomputes the chunks.
     Softmax, and sums over chunks, in fp32 (fp64 for fp64). Yuan et al., arXiv 2502.11089.
     """
     tensors = query, key, value, compressed_key, compressed_value, gates
@@ -70,7 +71,8 @@ class _Streamed(torch.autograd.Function):
             for into, gradient in zip(part.operands(gradients), found, strict=True):
                 into += gradient
             del operands, result, found, gradient  # before the next chunk's are made
-        return (*(g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)), None, None)
+        # each sum is released as it is converted
+        return (*(gradients.pop(0).to(t.dtype) for t in tensors), None, None)
 
 
 def _zeros_like(tensors: Any) -> list[Tensor]:
