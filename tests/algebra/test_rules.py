@@ -35,7 +35,7 @@ def test_rules_hold_numbers_of_pythons():
     assert [type(x) for x in (rules.top_k, rules.top_p, rules.min_p)] == [int, float, float]
 
 
-@pytest.mark.parametrize("top_p", [Fraction(1, 10**400), 0, 1.5, True, "1"])
+@pytest.mark.parametrize("top_p", [Fraction(1, 10**400), 10**400, 0, 1.5, True, "1"])
 def test_no_top_p(top_p):
     """Nor what is 0 as a float, which would keep no entry."""
     with pytest.raises(OptionError, match="top_p: expected a share"):

@@ -121,6 +121,13 @@ def test_a_shape_reaches_as_far_as_transformers_configuration_of_the_same_file(k
     assert not shape.stretches
 
 
+def test_a_published_gemma_3_does_not_say_how_far_it_reaches():
+    fields = {name: size for name, size in SIZES.items() if name != "max_position_embeddings"}
+    fields["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    assert reach(AutoConfig.for_model("gemma3_text", **fields)) == 131_072
+    assert from_config({"model_type": "gemma3_text", **fields}, "m").positions == 131_072
+
+
 def test_a_shape_says_how_far_its_positions_reach():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     fields = {**PRESETS["tiny"], "max_position_embeddings": 64}

@@ -142,8 +142,7 @@ def test_what_forming_a_gradient_takes_beside_it(trained, loss):
 @pytest.mark.parametrize(
     ("device", "dtype", "tiles", "method"),
     [
-        ("meta", torch.bfloat16, False, "recompute"),
-        ("meta", torch.float32, False, "basis"),
+        ("meta", torch.bfloat16, False, "basis"),  # whose operands are sized for as widened, too
         ("cpu", torch.bfloat16, True, "recompute"),
         ("cpu", torch.bfloat16, False, "basis"),
         ("cpu", torch.float32, True, "basis"),

@@ -57,9 +57,9 @@ class Rules:
         top_k = whole(self.top_k)
         if top_k is None or top_k < 0:
             raise OptionError(f"top_k: expected a whole number, 0 for all entries, got {self.top_k!r}")
-        if not _is_number(self.top_p) or not 0 < float(self.top_p) <= 1:
+        if not _is_number(self.top_p) or not (0 < self.top_p <= 1 and float(self.top_p)):
             raise OptionError(f"top_p: expected a share in 0 < p ≤ 1, 1 for all entries, got {self.top_p!r}")
-        if not _is_number(self.min_p) or not 0 <= float(self.min_p) <= 1:
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p: expected a share in 0..1, 0 for all entries, got {self.min_p!r}")
         if self.order not in get_args(Order):
             raise OptionError(f"order: expected {' or '.join(map(repr, get_args(Order)))}, got {self.order!r}")

@@ -32,7 +32,13 @@ class Family:
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}
-_GEMMA3 = {**_GEMMA, "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA3 = {
+    **_GEMMA,
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
 _CAPPED = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 FAMILIES: dict[str, Family] = {
     "llama": Family(),

@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from logitless.errors import DataError
 from logitless.workbench.common.files import write_json
+from logitless.workbench.common.written import no_text_beside
 from logitless.workbench.scoring.documents import Documents
 from logitless.workbench.sources.corpus import documents, standard_library, table
 from logitless.workbench.sources.identity import text_files
@@ -48,12 +49,17 @@ def test_a_folder_holds_documents_of_every_kind(tmp_path):
 def test_what_runs_write_is_no_document(tmp_path):
     """Not where a run has just begun or was killed, nor beside the text; what else lies there or is called so is."""
     begun, ended, other, parts = (tmp_path / name for name in ("begun", "deep/ended", "other", "a.parquet.parts"))
-    for folder in (begun / "model", ended / "runs", other, parts):
+    for folder in (begun / "model", ended / "start", other, parts):
         folder.mkdir(parents=True)
     (begun / "run.lock").write_text("process 1 on here")
     write_json(ended / "run.json", {"schema": 2})
     write_json(parts / "manifest.json", {"schema": 4})
-    for written in (begun / "model/config.json", ended / "metrics.jsonl", ended / "runs/events.out", parts / "0.hash"):
+    for written in (
+        begun / "model/config.json",
+        ended / "metrics.jsonl",
+        ended / "start/config.json",
+        parts / "0.hash",
+    ):
         written.write_text("written")
     (begun / "a.txt").write_text("one")
     (other / "run.json").write_text('{\n  "schema": "two"')
@@ -62,9 +68,11 @@ def test_what_runs_write_is_no_document(tmp_path):
     documents = [begun / "a.txt", tmp_path / "metrics.jsonl", other / "run.json", other / "run.lock"]
     assert read(tmp_path) == ["one", "four", '{\n  "schema": "two"', "three"]
     assert text_files(tmp_path) == Documents(tmp_path, 4).files == documents
-    (tmp_path / "run.lock").touch()  # of a run that writes into this very folder
+    (tmp_path / "run.lock").write_text("process 2 on here")  # of a run that writes into this very folder
     del documents[1]
     assert text_files(tmp_path) == documents
+    (tmp_path / "run.lock").unlink()
+    assert no_text_beside(tmp_path / "run.lock") == ()  # given back after the folder was listed
 
 
 def test_what_is_written_through_a_link_is_no_document(tmp_path):

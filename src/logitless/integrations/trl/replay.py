@@ -223,7 +223,7 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
     if corrected and not calls_own_loss(trainer, "GRPOTrainer"):
         raise OptionError(
             f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}, whose loss is "
-            "another; call super()._compute_loss in it, or leave corrected out"
+            "another; leave corrected out, or call super()._compute_loss in a GRPOTrainer of your own"
         )
     if corrected and not trainer.vllm_importance_sampling_correction:
         raise OptionError(

@@ -40,7 +40,6 @@ from .logits import (
     LabelPlaces,
     Operands,
     Projection,
-    are_half,
     cap_at,
     finite_,
     logits_grad_dtype,
@@ -256,8 +255,6 @@ def converts(call: Call, weight: Weight) -> bool:
 def rounds_weights(call: Call) -> bool:
     """Whether what weighs the head's rows is rounded to 16 bits for its products: on a GPU, and in a CPU's tiles."""
     hidden, weight = call.inputs.hidden, call.options.autocast or call.head.weight.dtype
-    if hidden.device.type == "meta":  # stands for a GPU's in `explain`
-        return are_half(hidden, weight)
     narrow = multiplied_dtype(call, call.head.weight) != call.compute
     return narrow or multiplies_tiles(hidden, weight, call.compute)
 

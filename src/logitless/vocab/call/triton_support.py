@@ -21,7 +21,7 @@ def why_not(device: torch.device | str) -> str | None:
         return f"it needs a CUDA device, got {device.type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if torch.version.hip is not None:  # launch sizes are for warps of 32 threads, which AMD's have twice as many of
+    if torch.version.hip is not None:  # launch sizes are for warps of 32 threads, and AMD's may have 64
         return "it needs an NVIDIA GPU, got one of ROCm"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST:

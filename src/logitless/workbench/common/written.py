@@ -1,6 +1,6 @@
 """What runs write into their directories, by name: no output replaces it, and a new run finds none of it there.
 
-And by how it begins: what results replace, as their like, and what is no text.
+A file's first bytes tell whether it is a result, which a new one may replace, or marks a folder of what is no text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison
 TOKENS_FILE, ROWS_FILE, PROMPTS_FILE, REWARD = PREPARED = ("tokens.npz", "rows.jsonl", "prompts.jsonl", "reward")
 WRITTEN = (*PREPARED, *TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 OWN = (*WRITTEN, RUN_FILE, LOCK_FILE)
-TENSORBOARD_PLACE, START = "runs", "start"  # as transformers calls its events; what the default model begins from
+START = "start"  # what the default model begins from, beside its run.json
 PARTS_MANIFEST = "manifest.json"  # what makes a folder the parts of an unfinished score
 RESULTS = re.compile(rb'{\n  "schema": \d|{"document": 0, "name": ')
-HELD = re.compile(rb"process \d|$")  # how a lock begins
+HELD = re.compile(rb"process \d")  # how a lock begins
 
 
 def is_result(path: Path) -> bool:
@@ -36,10 +36,14 @@ def no_text_beside(path: Path) -> tuple[str, ...]:
     """
     if path.name == PARTS_MANIFEST:
         return ("*",) if path.parent.name.endswith(".parts") and is_result(path) else ()
-    held = path.name == LOCK_FILE and HELD.match(_beginning(path)) is not None
-    return (*OWN, TENSORBOARD_PLACE, START) if held or (path.name == RUN_FILE and is_result(path)) else ()
+    if path.name == RUN_FILE:
+        return (*OWN, START) if is_result(path) else ()
+    return OWN if path.name == LOCK_FILE and HELD.match(_beginning(path)) else ()
 
 
 def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(64)
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except FileNotFoundError:  # a lock that was given back meanwhile
+        return b""

@@ -241,7 +241,7 @@ def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def _wraps(modules: nn.ModuleList) -> bool:
-    """Whether what a list holds is one whole body, not a layer: it multiplies by weights in lists of its own alone."""
+    """Whether a list holds one whole body, not a layer: all its Linear layers lie in lists of modules within it."""
     inside = {m for each in _lists(modules[0]) for m in each.modules()} if len(modules) == 1 else set()
     return bool(inside) and all(m in inside for m in modules.modules() if isinstance(m, nn.Linear))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...errors import OptionError, in_one_line
 from ..common.options import RunOptions
-from ..common.written import TENSORBOARD_PLACE
 
+TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers
 PROJECT = "logitless"  # unless the environment's WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 Send = Callable[[Mapping[str, Any], int], None]
 
