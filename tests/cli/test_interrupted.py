@@ -82,7 +82,7 @@ def test_while_a_file_is_written(stop, monkeypatch, capsys):
 def test_while_the_parts_of_a_record_that_is_whole_are_removed(stop, monkeypatch):
     monkeypatch.setattr(Parts, "remove", stop)
     with interrupted_by_signals(), pytest.raises(Interrupted, match="the run has ended, and all of it is in out"):
-        finished(ScoreConfig(data="text", out=Path("out")), Parts(Path("out")), {})
+        finished(ScoreConfig(data="text", out=Path("out")), Parts(Path("out")), {"out": "out"})
 
 
 @pytest.mark.parametrize("told", ["", "two", "-1"])

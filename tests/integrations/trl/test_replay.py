@@ -337,7 +337,7 @@ UNLIKE = {
             gmpo,
             {"corrected": True},
             "corrected: expected GRPO's importance ratio in the loss, got GMPOTrainer, whose loss is "
-            r"another; call super\(\)._compute_loss in it, or leave corrected out",
+            r"another; leave corrected out, or call super\(\)._compute_loss in a GRPOTrainer of your own",
         ),
         (
             partial(runs.grpo, temperature=1.0, generation_kwargs={"temperature": 0.7}),
