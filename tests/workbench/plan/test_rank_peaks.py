@@ -14,6 +14,7 @@ from tests.support.integrations.launching import torchrun
 from tests.support.workbench.micro import micro_directory
 
 LENGTH, ROWS, BUDGET = 256, 2, 2
+SCRATCH = BUDGET << 18  # bytes, a quarter of the budget
 SIZES = {
     "vocab_size": 4096,
     "hidden_size": 128,
@@ -78,13 +79,14 @@ def planned(given: dict[str, Any], ranks: int) -> int:
 
 
 def agree(place: Path, cases: dict[str, Any], ranks: int) -> None:
-    """Every rank measures what the planner says, within 2 %."""
+    """Every rank measures what the planner says, within 2 %, or less: a loss of log-probs leaves scratch unused."""
     (place / "cases.json").write_text(json.dumps(cases))
     files = str(place / "cases.json"), str(place / "results.json")
     torchrun("tests.support.workbench.rank_peaks", *files, timeout=280, ranks=ranks)
     for rank, found in enumerate(json.loads((place / "results.json").read_text())):
         for name, given in cases.items():
-            assert planned(given, ranks) == pytest.approx(found[name]["peak"], rel=0.02), (rank, name, found[name])
+            said, peak = planned(given, ranks), found[name]["peak"]
+            assert 0.98 * peak <= said <= 1.02 * peak + SCRATCH, (said, rank, name, found[name])
 
 
 @pytest.mark.slow
