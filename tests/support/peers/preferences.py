@@ -194,7 +194,8 @@ class Preference(Case):
 
     def check(self) -> None:
         exact = outcome(self.dense, self.operands(), ("hidden", "weight", "bias"), torch.float64)
-        budget = 1e-4 if self.dtype == torch.float32 else None  # a sum of log-probs through an exponential
+        fine = 2e-4 if self.loss == "discopop" else 1e-4  # whose slope nearly vanishes: plain torch is 1.4e-4 off
+        budget = fine if self.dtype == torch.float32 else None  # a sum of log-probs through an exponential
         assert_held(self.found(), exact, self.within, budget)
 
     def check_against(self, function: Any) -> None:
