@@ -13,8 +13,8 @@ from typing import Any
 from ...errors import OptionError, in_one_line
 from ..common.options import RunOptions
 
-TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers
 PROJECT = "logitless"  # unless the environment's WANDB_PROJECT or TRACKIO_PROJECT says otherwise
+TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers
 Send = Callable[[Mapping[str, Any], int], None]
 
 
