@@ -38,9 +38,10 @@ class Case:
     memory_limit: float  # MB above inputs and gradients
     dense_limit: float | None = None  # times plain torch
 
-    def gradient_bytes(self, shape: Shape) -> int:
+    def gradient_bytes(self, shape: Shape, dtype: torch.dtype = torch.float32) -> int:
+        """Of gradients that are handed over in the operands' dtype."""
         elements = {"hidden": shape.tokens * shape.hidden, "weight": shape.vocab * shape.hidden}
-        return 4 * sum(elements[name] for name in self.wrt)
+        return dtype.itemsize * sum(elements[name] for name in self.wrt)
 
 
 def dense_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:

@@ -43,10 +43,6 @@ class Row:
     gated: bool = True  # against float64, all of it
     dense: bool = True  # whether whole logits fit
 
-    @property
-    def gradient_bytes(self) -> int:
-        return self.case.gradient_bytes(self.shape)
-
 
 def dense_sample(hidden: Tensor, weight: Tensor) -> Tensors:
     """A token, the 20 best, log-sum-exp and entropy from whole logits."""

@@ -118,10 +118,10 @@ def table(options: argparse.Namespace, device: str) -> int:
 
 def about(row: Row, tiny: bool, device: str) -> Record:
     """What each result says of its row."""
-    shape, dtype = row.tiny if tiny else row.shape, "bfloat16" if device == "cuda" else "float32"
+    shape, dtype = row.tiny if tiny else row.shape, torch.bfloat16 if device == "cuda" else torch.float32
     return {
-        "kind": "gpu-result", "case": row.name, "title": row.title, "dtype": dtype,
-        "shape": [shape.tokens, shape.hidden, shape.vocab], "gradient_mb": row.case.gradient_bytes(shape) / MB,
+        "kind": "gpu-result", "case": row.name, "title": row.title, "dtype": str(dtype).removeprefix("torch."),
+        "shape": [shape.tokens, shape.hidden, shape.vocab], "gradient_mb": row.case.gradient_bytes(shape, dtype) / MB,
         # toy shapes have nothing to reach
         "time_limit": None if tiny else row.time_limit, "memory_limit_mib": None if tiny else row.memory_limit,
         "budget": row.budget,
@@ -197,7 +197,7 @@ def _slower_than_rival(rows: dict[str, Record]) -> Iterator[str]:
 
 
 def summary(records: list[Record]) -> Iterator[str]:
-    """A Markdown table: times the fastest floor, memory above inputs and fp32 gradients, errors of values and these."""
+    """A Markdown table: times the fastest floor, memory above inputs and gradients, errors of values and these."""
     yield "| work | shape | floor | logitless | to reach | memory above | errors | fastest other | its errors |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for rows in by_row(records):

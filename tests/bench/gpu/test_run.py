@@ -164,7 +164,7 @@ def record(method, kind, **numbers):
     [
         ({"to_bare": 1.05}, 0, ""),
         ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the floor, to reach 1.06 x"),
-        ({"peak_mb": 8192.0}, 2, "missed: loss: 6,024 MB above, to reach 1,181 MB"),
+        ({"peak_mb": 2303.0}, 2, "missed: loss: 1,219 MB above, to reach 1,181 MB"),
         ({"to_bare": 1.07, "status": "wrong", "reason": "loss is off by 1"}, 1, "wrong: loss is off by 1"),
     ],
 )
