@@ -178,7 +178,7 @@ def means(record: Record, name: str) -> tuple[str, str]:
 
     def mean(of: str, digits: int) -> str:
         ours = fmean(x for row in record["rows"] for x in row[name][of])
-        return f"{ours:.{digits}f} for {fmean(x for row in record['rows'] for x in row[of]):.{digits}f}"
+        return f"{ours:.{digits}f}, legacy {fmean(x for row in record['rows'] for x in row[of]):.{digits}f}"
 
     return mean("reward", 4), mean("kl", 3)
 
