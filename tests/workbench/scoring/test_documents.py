@@ -64,6 +64,13 @@ def test_bad_lines_are_named_and_the_others_read(tmp_path):
     assert found[-1][0] == "last"
 
 
+def test_a_number_of_too_many_digits_is_not_said_to_be_nested(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "id": ' + "1" * 5000 + "}")
+    [(_, problem)] = read(path)
+    assert problem.startswith("not JSON (Exceeds the limit")
+
+
 def test_files_that_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.bin").write_bytes(b"a\0b")

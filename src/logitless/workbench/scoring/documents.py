@@ -13,7 +13,18 @@ from ...errors import DataError
 from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
-from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_arrow, is_chat, splits
+from ..sources.corpus import (
+    TEXT_FIELDS,
+    Row,
+    arrow_rows,
+    ending,
+    first_line,
+    is_arrow,
+    is_chat,
+    splits,
+    text_field,
+    why_not_json,
+)
 from ..sources.identity import text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
@@ -171,12 +182,12 @@ def _json_text(line: bytes) -> Any:
     except UnicodeDecodeError:
         return Problem("not UTF-8 text")
     except (ValueError, RecursionError) as error:
-        return Problem(f"not JSON ({getattr(error, 'msg', 'nested too deeply')})")
+        return Problem(f"not JSON ({why_not_json(error)})")
     if not isinstance(record, dict):
         return Problem(f"{type(record).__name__} in the place of an object")
     if is_chat(record):
         return Chat(record) if is_utf8(json.dumps(record, ensure_ascii=False)) else Problem(HALF)
-    name = next((name for name in TEXT_FIELDS if name in record), None)
+    name = text_field(record)
     return Problem(f"no field named {NAMES}") if name is None else record[name]
 
 
@@ -188,7 +199,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
     try:
         with pq.ParquetFile(arrow_file(path)) as file:
             names = file.schema_arrow.names
-            name, chats = next((n for n in TEXT_FIELDS if n in names), None), is_chat(names)
+            name, chats = text_field(names), is_chat(names)
             if name is None and not chats:
                 yield str(path), 1.0, Problem(f"no column named {NAMES}")
                 return
@@ -227,7 +238,7 @@ def _table_rows(dataset: Any, where: str) -> Iterator[tuple[str, float, Any]]:
         for row, record in enumerate(dataset, 1):
             yield f"{where}:{row}", row / len(dataset), Chat(record)
         return
-    name = next((n for n in TEXT_FIELDS if n in dataset.column_names), None)
+    name = text_field(dataset.column_names)
     if name is None:
         raise DataError(f"--data {where}: expected a column named {NAMES}")
     table, row = dataset.select_columns([name]), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -166,6 +166,11 @@ def is_chat(columns: Iterable[str]) -> bool:
     return names.isdisjoint(TEXT_FIELDS) and ("messages" in names or {"prompt", "completion"} <= names)
 
 
+def text_field(names: Collection[str]) -> str | None:
+    """Which of a row's fields, or of a table's columns, holds its text."""
+    return next((name for name in TEXT_FIELDS if name in names), None)
+
+
 def unsaid(value: Any, text: bool = True) -> str:
     """Why it is neither messages nor, where that will do, text; nothing where it is one of them.
 
@@ -234,6 +239,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """What `json` says of a line that it does not read."""
+    return "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", first_line(error))
+
+
 def _file(path: Path, remark: Remark) -> Iterator[str]:
     if ending(path) == ".jsonl":
         return _jsonl(path)
@@ -275,7 +285,7 @@ def _text_or_none(path: Path) -> str | None:
 
 
 def _jsonl(path: Path) -> Iterator[str]:
-    return (_text_field(record, where) for where, record in json_records(path))
+    return (_text_of(record, where) for where, record in json_records(path))
 
 
 def _json_record(line: str, where: str) -> dict[str, Any]:
@@ -289,14 +299,13 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
             "remove it or write \\ufffd"
         ) from None
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", first_line(error))
-        raise DataError(f"--data {where}: not JSON ({why}); expected one object per line") from None
+        raise DataError(f"--data {where}: not JSON ({why_not_json(error)}); expected one object per line") from None
     if not isinstance(record, dict):
         raise DataError(f"--data {where}: expected an object with fields, got {type(record).__name__}")
     return record
 
 
-def _text_field(record: dict[str, Any], where: str) -> str:
+def _text_of(record: dict[str, Any], where: str) -> str:
     name = _text_column(list(record), where)
     if not isinstance(record[name], str):
         raise DataError(f"--data {where}: field {name!r} must be text, got {type(record[name]).__name__}")
@@ -305,9 +314,8 @@ def _text_field(record: dict[str, Any], where: str) -> str:
 
 def _text_column(columns: Iterable[str], where: str) -> str:
     names = list(columns)
-    for name in TEXT_FIELDS:
-        if name in names:
-            return name
+    if name := text_field(names):
+        return name
     remedy = f"; {CHATS_ALONE}" if is_chat(names) else ""
     expected = f"expected a field named {' or '.join(TEXT_FIELDS)}, got {', '.join(names) or 'none'}"
     raise DataError(f"--data {where}: {expected}{remedy}")
