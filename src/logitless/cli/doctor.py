@@ -154,14 +154,11 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
 
 def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, console: Console) -> None:
     """Versions, what can run where, what typical calls would get."""
-    from rich import box
-    from rich.table import Table
+    from ..workbench.common.tables import columns
 
     have = [f"{name} {number}" for name, number in found["versions"].items() if number]
     console.print(f"Python {found['python']}, {', '.join(have)}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("device", "name", "memory", "backend", ""):
-        table.add_column(name)
+    table = columns("<device", "<name", "<memory", "<backend", "<")
     for d in found["devices"]:
         size = "" if d["bytes"] is None else format_bytes(d["bytes"])
         for b in found["backends"]:
@@ -173,10 +170,8 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
         f"{config.dtype}, on {where} by {found['calls'][0]['backend']}",
         highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("call", min_width=22)
-    for name in ("GEMMs", "slices", "workspace", "gradients", "dense"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = columns("<call", ">GEMMs", ">slices", ">workspace", ">gradients", ">dense")
+    table.columns[0].min_width = 22
     calls = [(c, (c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"])) for c in found["calls"]]
     size = one_unit(nbytes for _, sizes in calls for nbytes in sizes)
     for c, sizes in calls:

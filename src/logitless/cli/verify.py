@@ -102,13 +102,11 @@ def _show(
     console.print(verdict, highlight=False)
 
 
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A title and a table; the first character of a column's name aligns it."""
-    from rich.table import Table
+def _table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A title and a table."""
+    from ..workbench.common.tables import columns
 
-    table = Table()
-    for column in columns:
-        table.add_column(column[1:], justify="right" if column[0] == ">" else "left")
+    table = columns(*names, ruled=True)
     for row in rows:
         table.add_row(*row)
     console.print(f"[bold]{title}[/bold]", highlight=False)

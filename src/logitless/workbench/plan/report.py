@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, one_unit, plural
+from ..common.tables import columns
 from .commands import FILLED_IN, flags, hint, planned, with_its_own_step
 from .components import Component
 from .fit import Fit
@@ -88,15 +88,6 @@ def verdict(plan: Plan, size: Callable[[int], str]) -> str:
     return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {size(-plan.margin)} too much"
 
 
-def _table(*columns: str) -> Table:
-    """Columns from "<name" (left) and ">name" (right)."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        right = column[0] == ">"
-        table.add_column(column[1:], justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table
-
-
 def lives(component: Component, phases: Sequence[str]) -> str:
     """ "always", or the phases as ranges: "forward … loss, backward"."""
     if set(component.phases) == set(phases):
@@ -112,7 +103,7 @@ def lives(component: Component, phases: Sequence[str]) -> str:
 
 
 def _components(dense: Plan, logitless: Plan, units: str) -> Table:
-    table = _table("<component", "<shape", ">dense", ">logitless", "<lives")
+    table = columns("<component", "<shape", ">dense", ">logitless", "<lives")
     phases = logitless.setting.kind.phases
     size = one_unit((c.nbytes for plan in (dense, logitless) for c in plan.components), units)
     mine = {c.name: c for c in logitless.components}
@@ -127,7 +118,7 @@ def _components(dense: Plan, logitless: Plan, units: str) -> Table:
 
 
 def _phases(dense: Plan, logitless: Plan, size: Callable[[int], str]) -> Table:
-    table = _table("<phase", ">dense", ">logitless", ">saved")
+    table = columns("<phase", ">dense", ">logitless", ">saved")
     for phase, nbytes in logitless.peaks.items():
         before = dense.peaks[phase]
         saved = size(before - nbytes) if before != nbytes else "–"
@@ -145,7 +136,7 @@ def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: 
     first = {length: ways for length, *ways in reversed(rows)}  # of each length the first row
     several = len(rows) > len(first)
     over = [f">dense,\nlogitless\n/ {setting.algorithm}'s"] if several else []
-    table = _table(">tokens", "<algorithm", ">dense", ">logitless", ">dense /\nlogitless", *over, "<fits")
+    table = columns(">tokens", "<algorithm", ">dense", ">logitless", ">dense /\nlogitless", *over, "<fits")
     size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for length, *ways in rows:
         dense, logitless = ways
@@ -165,7 +156,7 @@ def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: 
 
 def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units: str = "GiB") -> None:
     """Peaks with one option changed; the first row is the setting itself."""
-    table = _table("<what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
+    table = columns("<what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
     base = rows[0][2].peak
     size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for name, dense, logitless in rows:
@@ -196,7 +187,7 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
         console.print(verdict(fit.plan, one_unit((fit.plan.peak, fit.plan.margin), units)), highlight=False)
-        table = _table("<option", "<value", "<why")
+        table = columns("<option", "<value", "<why")
         for row in fit.reasons:
             table.add_row(*row)
         console.print(table, highlight=False)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...units import one_unit
+from ..common.tables import columns
 from .recording import CATEGORIES, LARGEST, Recording
 from .storages import Allocation
 
@@ -48,15 +48,6 @@ def as_text(recording: Recording) -> str:
     text = io.StringIO()
     show({"this step": recording}, "this step", Console(file=text, width=120, color_system=None, legacy_windows=False))
     return text.getvalue()
-
-
-def columns(*names: str) -> Table:
-    """A table with columns from ">name" (to the right), "=name" (to the left, never folded) and "<name"."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        right = name[0] == ">"
-        table.add_column(name[1:], justify="right" if right else "left", no_wrap=name[0] != "<", overflow="fold")
-    return table
 
 
 def _stages(recordings: dict[str, Recording], size: Callable[[int], str]) -> Table:

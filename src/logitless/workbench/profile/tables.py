@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from ...units import format_bytes, one_unit
+from ..common.tables import columns
 from .measure import Measured
 from .recording import Recording
-from .recording_tables import columns
 from .savings import CHANGES, Saving
 from .step import Step
 

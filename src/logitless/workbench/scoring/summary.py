@@ -11,8 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ...errors import DataError, LogitlessError, NotFiniteError
 from ...sample.teacher import write_head
@@ -21,6 +19,7 @@ from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_json, write_whole
 from ..common.sealed import together
+from ..common.tables import facts
 from ..runs.ending import stoppable
 from .block import NOT_FINITE, Scorer
 from .config import ScoreConfig, TextOptions
@@ -213,11 +212,6 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 def show_rows(console: Console, rows: list[tuple[str, str]], skipped_documents: list[dict[str, Any]]) -> None:
     """Names and values side by side, and below them the documents that were skipped."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # a file's name is no markup
-    console.print(table, highlight=False)
+    console.print(facts(rows), highlight=False)
     for skipped in skipped_documents:
         console.print(f"skipped {skipped['name']}: {skipped['why']}", highlight=False, markup=False, soft_wrap=True)

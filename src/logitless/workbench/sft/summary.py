@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ...printable import on_one_line
 from ...units import one_unit, plural
+from ..common.tables import facts
 
 SCHEMA = 1
 
@@ -36,11 +36,6 @@ def numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(summary: dict[str, Any], run: Path, console: Console) -> None:
     """The summary as a table for people, and the files that a run wrote."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(summary):
-        table.add_row(name, value)
     files = [
         name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
     ]
@@ -48,7 +43,7 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
     size, steps = f"{summary['parameters'] / 1e6:.1f} M parameters", plural(summary["steps"], "step")
     title = f"{on_one_line(summary['model'])}: {size}, {steps}"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
-    console.print(table, highlight=False)
+    console.print(facts(_rows(summary)), highlight=False)
     console.print(f"in {on_one_line(str(run))}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
 
 
