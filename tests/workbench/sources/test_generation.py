@@ -1,13 +1,20 @@
-"""What a model's generation_config.json says: saved again, refused in one line, and no part of what is learned from."""
+"""Prompts as a batch; what a generation_config.json says: saved again, refused, and no part of what is learned from."""
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from logitless.errors import ConfigError
-from logitless.workbench.sources.generation import align_tokens, check_generation, from_all_entries
+from logitless.workbench.sources.generation import align_tokens, check_generation, from_all_entries, left_padded
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import micro_directory, micro_model
+
+
+def test_prompts_end_at_one_place():
+    ids, mask = left_padded([[5, 6, 7], [8], []], 2, torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7], [2, 2, 8], [2, 2, 2]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 0]]
+    assert mask.dtype == ids.dtype == torch.long
 
 
 def test_a_temperature_without_do_sample_is_saved_again(tmp_path):

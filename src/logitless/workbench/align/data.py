@@ -15,6 +15,7 @@ from ..common.files import read_lines, readable, write_lines
 from ..common.written import ROWS_FILE
 from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
+from ..sources.generation import left_padded
 from ..sources.packing import HELD_OUT_EVERY, one_in
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
@@ -276,13 +277,9 @@ def _check_kinds(row: Row, first: Row, columns: tuple[str, ...], where: str, tok
 
 def _samples(prompts: list[Any], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
     """One sampled continuation of each prompt."""
-    padding = model.generation_config.pad_token_id
-    ids = prompt_ids(prompts, tokenizer)
-    longest = max(map(len, ids))
-    left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)
+    ids, mask = left_padded(prompt_ids(prompts, tokenizer), model.generation_config.pad_token_id, model.device)
     made = model.generate(
-        input_ids=left,
+        input_ids=ids,
         attention_mask=mask,
         do_sample=True,
         temperature=config.temperature,
@@ -290,4 +287,4 @@ def _samples(prompts: list[Any], model: Any, tokenizer: TextTokenizer, config: A
         max_new_tokens=config.completion_length,
         min_new_tokens=1,
     )
-    return tokenizer.saved.batch_decode(made[:, longest:], skip_special_tokens=True)
+    return tokenizer.saved.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DataError, OptionError
 from ...units import plural
 from ..sources.corpus import Remark, documents, ignored, passages
+from ..sources.generation import left_padded
 from ..sources.packing import HELD_OUT_EVERY, one_in
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
@@ -88,9 +89,7 @@ def batch_of(prompts: list[list[int]], seeds: Tensor, pad: int, longest: int, de
             f"--prompt-length: a prompt has {plural(width, 'token')}, the model's context leaves room for {longest} "
             "before the completion; shorten the prompts or --completion-length"
         )
-    ids = torch.tensor([[pad] * (width - len(x)) + x for x in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts], device=device)
-    return Batch(ids, mask, seeds.to(device))
+    return Batch(*left_padded(prompts, pad, device), seeds.to(device))
 
 
 def prose_and_code(texts: list[str], lines: int = 6) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,7 @@ from ..common.device import device_of
 from ..common.options import budget_bytes_on
 from ..common.say import quiet
 from ..sft.default_model import default_model
-from ..sources.generation import check_generation
+from ..sources.generation import check_generation, left_padded
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import chat_ids, reading
 from .config import SampleConfig
@@ -156,19 +156,14 @@ def _complete(
     config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job], on_step: Callable[[SampleRecord], None] | None
 ) -> list[SampleRecord]:
     """The record of each completion of a batch, (T,) each."""
-    longest, device = max(len(job.ids) for job in jobs), model.device
     pad = next(iter(_ends(model, tokenizer)), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ids = torch.full((len(jobs), longest), pad)
-    mask = torch.zeros_like(ids)
-    for row, job in enumerate(jobs):
-        ids[row, longest - len(job.ids) :] = torch.tensor(job.ids)
-        mask[row, longest - len(job.ids) :] = 1
+    ids, mask = left_padded([job.ids for job in jobs], pad, model.device)
     warm = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     out = generate(
         model,
-        {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
+        {"input_ids": ids, "attention_mask": mask},
         keep=config.keep,
-        seeds=torch.tensor([job.seed for job in jobs], device=device),
+        seeds=torch.tensor([job.seed for job in jobs], device=model.device),
         memory_budget=budget_bytes_on(config.device, config.memory_budget),
         on_step=on_step,
         order=config.order,

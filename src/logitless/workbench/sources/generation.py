@@ -1,18 +1,33 @@
-"""What a model's generation_config.json says: made to fit its tokenizer, checked, and left out where a run samples."""
+"""What a model generates from: prompts as a batch, and its generation_config.json, checked, or left out by a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, in_one_line
 from .tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 OTHER_WAYS = (  # to generate than one token after the other, each drawn from its own distribution
     "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
+
+
+def left_padded(prompts: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ids, attention mask) of prompts, (B, T) each: completions begin at one place, behind the longest."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    mask = pad_sequence([torch.ones_like(row) for row in ids], **left)
+    return pad_sequence(ids, padding_value=pad, **left).to(device), mask.to(device)
 
 
 def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
