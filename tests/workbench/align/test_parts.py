@@ -528,3 +528,11 @@ class TestData:
     def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):
             rows_of(config(tmp_path / "none"), tokenizer, 10)
+
+
+def test_an_error_names_no_option_that_was_not_given():
+    message = "a prompt with its answer has 9 tokens, the model 8 positions"
+    with pytest.raises(DataError, match=rf"^the standard library \(no --data\): {message}"):
+        trainers.check_pairs(AlignConfig(), 9, 8)
+    with pytest.raises(DataError, match=rf"^--data a\.jsonl: {message}"):
+        trainers.check_pairs(AlignConfig(data="a.jsonl"), 9, 8)

@@ -45,7 +45,7 @@ def rows_of(
     what = "prompts" if config.kind.rollouts else "pairs"
     if not train or not held:
         raise DataError(
-            f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
+            f"{config.data_said}: expected {what} to train on and some to hold out, got {len(train)} and "
             f"{len(held)}; give more{'' if given else _lines(config)}"
         )
     if not config.kind.rollouts and "chosen" not in train[0]:  # each costs a sample of the model
@@ -64,7 +64,7 @@ def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
     if config.kind.rollouts and len(train) < wanted:
         times = f" times {ranks} ranks" if ranks > 1 else ""
         raise DataError(
-            f"--data {config.data or 'stdlib'}: a step needs {plural(wanted, 'prompt')} (--batch-size "
+            f"{config.data_said}: a step needs {plural(wanted, 'prompt')} (--batch-size "
             f"{config.batch_size} times --gradient-accumulation-steps {config.gradient_accumulation_steps}{times}, "
             f"over --generations-per-prompt {config.generations_per_prompt}), got {len(train)} beside those held out; "
             "give more, or lower the former"
@@ -76,7 +76,7 @@ def check_room(config: AlignConfig, rows: list[Row], tokenizer: TextTokenizer, p
     longest = max(map(len, prompt_ids([row["prompt"] for row in rows], tokenizer)))
     if positions is not None and longest + config.completion_length > positions:
         raise DataError(
-            f"--data {config.data or 'stdlib'}: a prompt has {plural(longest, 'token')}, which with "
+            f"{config.data_said}: a prompt has {plural(longest, 'token')}, which with "
             f"--completion-length {config.completion_length} is more than the model's {positions:,} positions: "
             "lower that, or give shorter prompts (--prompt-length, where they are cut from text)"
         )

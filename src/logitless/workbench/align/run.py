@@ -136,7 +136,7 @@ def _set_up(
 def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokenizer, console: Console) -> None:
     """Writes the prompts, or the pairs, of all steps."""
     what, state = "prompts" if config.kind.rollouts else "pairs", PartialState()
-    say(console, f"taking {what} from {config.data or 'the standard library'} ...")
+    say(console, f"taking {what} from {config.data_said} ...")
     train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes), partial(say, console))
     check_enough(config, train, state.num_processes)
     if config.kind.rollouts or "chosen" not in train[0]:
@@ -162,7 +162,7 @@ def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextToke
     pairs = with_rejected(rows, model, tokenizer, config)
     if not pairs:
         raise DataError(
-            f"--data {config.data or 'stdlib'}: expected text in the model's own {plural(len(rows), 'continuation')}, "
+            f"{config.data_said}: expected text in the model's own {plural(len(rows), 'continuation')}, "
             "to be rejected, got blank ones alone: give chosen and rejected, or a model that says something"
         )
     return pairs
@@ -241,7 +241,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "schema": SCHEMA,
         "method": config.method,
         "model": config.model,
-        "data": config.data or "stdlib",
+        "data": config.data_name,
         "rows": {"train": len(parts.train), "held_out": len(parts.held_out)},
         "parameters": parameters,
         "trainable_parameters": trainable,

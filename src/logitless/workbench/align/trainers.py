@@ -155,7 +155,7 @@ def _dataset(parts: Alignment, rows: list[Row]) -> Any:
     try:
         return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
     except (ArrowException, TypeError, ValueError, OverflowError) as error:
-        where = f"--data {parts.config.data}, in {parts.place / ROWS_FILE}"
+        where = f"{parts.config.data_said}, in {parts.place / ROWS_FILE}"
         raise DataError(f"{where}: expected values of one kind in each column ({first_line(error)[:200]})") from None
 
 
@@ -178,7 +178,7 @@ def check_pairs(config: AlignConfig, longest: int, positions: int | None) -> Non
     """DataError where the longest sequence of the pairs goes beyond the model's positions; None: it has any."""
     if positions is not None and longest > positions:
         raise DataError(
-            f"--data {config.data or 'stdlib'}: a prompt with its answer has {plural(longest, 'token')}, the "
+            f"{config.data_said}: a prompt with its answer has {plural(longest, 'token')}, the "
             f"model {positions:,} positions: shorten it, or leave it out"
         )
 

@@ -170,6 +170,7 @@ class RunOptions:
     """The options of every run; those without a description are described by each command, as it uses them."""
 
     model: ModelName = ""
+    data: str | None = None
     batch_size: Count = 1
     gradient_accumulation_steps: Count = 1
     """Forward passes per optimizer step."""
@@ -218,6 +219,16 @@ class RunOptions:
         """The paths that are read, by the names of their options; None where they are not given."""
         names = ("model", "reward_model", "data", "teacher", "teacher_ids", "config")
         return {name: getattr(self, name, None) for name in names}
+
+    @property
+    def data_name(self) -> str:
+        """The text, as a summary has it."""
+        return "stdlib" if self.data is None else self.data
+
+    @property
+    def data_said(self) -> str:
+        """The text, as a message has it."""
+        return "the standard library (no --data)" if self.data is None else f"--data {self.data}"
 
     @property
     def memory_budget_bytes(self) -> int:

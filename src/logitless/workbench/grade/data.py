@@ -64,7 +64,7 @@ def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> P
         found[name] = found[name][: sizes.get(name, config.evaluation_prompts)]
         if not found[name]:
             raise DataError(
-                f"--data {config.data or 'stdlib'}: found no prompts for {name}; expected at least 8 documents of more "
+                f"{config.data_said}: found no prompts for {name}; expected at least 8 documents of more "
                 f"than {2 * config.prompt_length} tokens"
             )
     return found

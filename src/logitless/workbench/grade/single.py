@@ -236,7 +236,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         "method": config.method,
         "model": config.model,
         **named_reward(config, place),
-        "data": config.data or "stdlib",
+        "data": config.data_name,
         "prompts": {name: len(rows) for name, rows in state.prompts.items()},
         "parameters": parameters,
         "trainable_parameters": trainable,

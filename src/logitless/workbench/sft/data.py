@@ -44,7 +44,7 @@ def prepare(
     for stream in (kept, held):
         check_ids(stream, vocab_size)
     if not PackedRows(kept, config.context_length).targets():
-        source = f"--data {config.data or 'stdlib'}" if teacher is None else f"--teacher {config.teacher}"
+        source = config.data_said if teacher is None else f"--teacher {config.teacher}"
         raise DataError(
             f"{source}: no token follows another in a training document: expected some of two tokens or more: give "
             "longer ones"
@@ -72,7 +72,7 @@ def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Str
     texts, held_texts = documents(config.data, remarks.append)
     train = list(tokenizer.documents(texts))
     if not train:
-        raise DataError("; ".join([f"--data {config.data or 'stdlib'}: no text in it", *remarks]))
+        raise DataError("; ".join([f"{config.data_said}: no text in it", *remarks]))
     if held_texts is None:
         return *hold_out(train, config.context_length), remarks
     kept, held = Stream.of(train), Stream.of(tokenizer.documents(held_texts))

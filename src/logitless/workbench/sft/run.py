@@ -160,7 +160,7 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
 
     def prepared() -> int:
         if not (config.resume and tokens.exists()):
-            what = f"reading and tokenising {config.data or 'the standard library'}"
+            what = f"reading and tokenising {config.data_said}"
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
@@ -282,7 +282,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     summary = {
         "schema": SCHEMA,
         "model": config.model,
-        "data": config.data or config.teacher or "stdlib",
+        "data": config.data or config.teacher or config.data_name,
         "teacher": None if parts.teacher is None else parts.teacher.summary(),
         "parameters": parameters,
         "trainable_parameters": trainable,

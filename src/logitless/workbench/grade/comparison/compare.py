@@ -153,7 +153,7 @@ def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], consol
         "method": "all",
         "model": config.model,
         **named_reward(config, place),
-        "data": config.data or "stdlib",
+        "data": config.data_name,
         "steps": config.max_steps,
         "seeds": config.seeds,
         **table([_summary(run) for run in runs.values()], left_out),
