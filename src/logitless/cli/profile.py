@@ -48,13 +48,13 @@ class ProfileConfig:
     gradient_checkpointing: Checkpointing = False
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1
-    attention: str = "auto"
+    attention: Literal["auto", "sdpa", "eager", "nsa"] = "auto"
     """sdpa (fused, no scores in memory), eager, or nsa (sparse); auto: eager where attention has a softcap."""
-    optimizer: str = "adamw"
-    """adamw (fused, states in the parameters' dtype), sgd or none."""
+    optimizer: Literal["adamw", "sgd", "none"] = "adamw"
+    """adamw: fused, with states in the parameters' dtype."""
     lora_rank: LoraRank = 0
-    dtype: str = "bfloat16"
-    """Of weights and activations: bfloat16, float16 or float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of weights and activations."""
     memory_budget: PlannedBudget = MEMORY_BUDGET
     savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Trace, each as slowly, these too, or all: logitless-loss, checkpointing, offload, tiled-mlp, lora,

@@ -17,7 +17,7 @@ from ...units import LARGEST
 from .recording import Recording
 from .trace import trace
 
-ATTENTION = ("auto", "sdpa", "eager", "nsa")
+LOSSES = ("dense", "logitless")
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-5, foreach=False),
@@ -48,16 +48,7 @@ class Step:
             value = getattr(self, name)
             if not least <= value <= LARGEST:
                 raise OptionError(f"--{name.replace('_', '-')} must be {least} to 2^63-1, got {value}")
-        choices = {"loss": LOSSES, "attention": ATTENTION, "optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise OptionError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         return self
-
-
-LOSSES = ("dense", "logitless")
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check_size(step: Step) -> None:

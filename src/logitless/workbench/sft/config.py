@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from ...algebra.rules import TEMPERATURES, is_temperature
@@ -110,17 +110,9 @@ class TrainConfig(RunOptions):
     def _check_teacher(self) -> None:
         """OptionError for distillation without a meaning, or without a teacher."""
         if self.teacher is None:
-            usual = TrainConfig()
-            for name in (
-                "distill_loss",
-                "distill_tail",
-                "distill_tail_weight",
-                "distill_top_k",
-                "distill_weight",
-                "distill_temperature",
-                "teacher_ids",
-            ):
-                if (got := getattr(self, name)) != getattr(usual, name):
+            for field in fields(self):
+                name, got = field.name, getattr(self, field.name)
+                if name.startswith(("distill_", "teacher_")) and got != field.default:
                     option = name.replace("_", "-")
                     raise OptionError(f"--{option} {got} is of --teacher: give a record, or leave it out")
             return
