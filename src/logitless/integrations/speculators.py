@@ -139,8 +139,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     Memory: slices within the budget, and of a frozen head one (T, H) buffer a statistic.
     """
     HOST.require()
-    kind = next((c.__name__ for c in type(model).__mro__ if c.__name__ in KINDS), None)
-    if kind is None or type(model).__name__ not in KINDS:
+    if type(model).__name__ not in KINDS:
         raise ConfigError(f"model: expected speculators' {', '.join(KINDS)}, got {type(model).__name__}")
     own = type(model).forward
     own = getattr(own, "_torchdynamo_orig_callable", own)  # speculators compiles it where there is CUDA
