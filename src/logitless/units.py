@@ -1,7 +1,8 @@
-"""Bytes as text: GiB (2^30) and GB (10^9) kept apart, always named."""
+"""Numbers for people: bytes, GiB (2^30) and GB (10^9) kept apart and always named; counts; a perplexity."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 
@@ -41,6 +42,11 @@ def plural(count: int, what: str) -> str:
     """ "1 row", "4,096 rows", "2 passes"."""
     ending = "" if count == 1 else "es" if what.endswith("s") else "s"
     return f"{count:,} {what}{ending}"
+
+
+def perplexity(nats_per_token: float) -> float:
+    """Its exponential, cut off where a double still holds it."""
+    return math.exp(min(nats_per_token, 700.0))
 
 
 def one_unit(counts: Iterable[int], units: str = "GiB") -> Callable[[int], str]:

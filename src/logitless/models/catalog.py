@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from ..units import LARGEST
 from .gguf.header import check_numbers, config_fields, file_of, read_header
 from .positions import plain, reached
@@ -165,7 +165,7 @@ def _cached(name: str) -> Path:
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise ConfigError(f"model {name!r}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"model {name!r}: {in_one_line(error)}") from None
     if not isinstance(found, str):
         near = get_close_matches(name.split("/")[1].lower(), CONFIGS, n=1, cutoff=0.6)
         hint = f"; its shape may be the preset {near[0]}" if near else ""
@@ -177,7 +177,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a readable JSON file ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"{path}: not a readable JSON file ({in_one_line(error)})") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a table of configuration fields, got {type(config).__name__}")
     return config

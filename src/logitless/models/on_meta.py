@@ -6,7 +6,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from .positions import plain, reach
 from .shapes import ModelShape
 
@@ -32,7 +32,7 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(full, trust_remote_code=False)
     except Exception as error:  # each configuration class fails in its own way
-        raise ConfigError(f"model {name}: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(f"model {name}: {in_one_line(error)}") from None
     parameters = sum(p.numel() for p in model.parameters())
     text = full.get_text_config()
     first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # whose layers differ

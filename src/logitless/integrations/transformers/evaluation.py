@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ConfigError
+from ...units import perplexity
 from ...vocab.face import LMHead, token_stats
 from .lm_head import observed
 from .masked import IGNORED
@@ -84,7 +84,7 @@ class Evaluation:
         if not tokens:
             return {}
         return {
-            "perplexity": math.exp(min(nats / tokens, 700.0)),
+            "perplexity": perplexity(nats / tokens),
             "accuracy": right / tokens,
             f"top_{TOP_K}_accuracy": near / tokens,
             "entropy": entropy / tokens,

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from ...errors import ConfigError
+from ...errors import ConfigError, in_one_line
 from .layers import attach
 
 
@@ -46,4 +46,4 @@ def _directory(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns="*.safetensors"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: its weights cannot be had: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(f"{name}: its weights cannot be had: {in_one_line(error)}") from None

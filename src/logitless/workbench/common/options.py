@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from ...errors import OptionError
+from ...errors import OptionError, in_one_line
 from ...units import parse_bytes
 
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
@@ -395,7 +395,7 @@ def _parse(text: str, suffix: str) -> Any:
     try:
         top, found = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date without a meaning
-        raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None
+        raise OptionError(f"not YAML: {in_one_line(error, 500)}") from None
     except (KeyError, IndexError, AttributeError, TypeError):  # of PyYAML's own, such as of `!!bool x`
         raise OptionError("not YAML: a value that its tag does not fit") from None
     if isinstance(top, yaml.MappingNode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -18,6 +17,7 @@ from ...integrations.transformers.generation import generate
 from ...integrations.transformers.scoring import score
 from ...models.pretrained import PACKAGES
 from ...sample.shown import to_dict
+from ...units import perplexity
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import write_text
@@ -139,7 +139,7 @@ def _look(config: DemoConfig, name: str, tokenizer: TextTokenizer, found: Sequen
     read = [_read(model, each, tokenizer) for each in found]
     nats = [-token["logprob"] for text in read for token in text["tokens"]]
     return {
-        "perplexity": math.exp(min(sum(nats) / len(nats), 700.0)),
+        "perplexity": perplexity(sum(nats) / len(nats)),
         "tokens": len(nats),
         "read": read,
         "answers": _answers(config, model, tokenizer),

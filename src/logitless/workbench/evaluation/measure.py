@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...integrations.transformers.scoring import head_inputs, token_scores
+from ...units import perplexity
 from ...vocab.face import token_stats
 from ..scoring.block import Measure, Rows, Subject
-from ..scoring.summary import numbers, perplexity
+from ..scoring.summary import numbers
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained, said_of
 from .config import EvalConfig
 

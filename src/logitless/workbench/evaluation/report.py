@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from ...units import plural
+from ...units import perplexity, plural
 from ..common.files import arrow_file
-from ..scoring.summary import legible, measured_rows, perplexity, rows_of, show_rows
+from ..scoring.summary import legible, measured_rows, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
 

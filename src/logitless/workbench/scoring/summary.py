@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ...errors import DataError, LogitlessError, NotFiniteError
 from ...sample.teacher import write_head
-from ...units import format_bytes, plural
+from ...units import format_bytes, perplexity, plural
 from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_json, write_whole
@@ -167,11 +167,6 @@ def numbers(known: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": size,
         "bits_per_byte": nats / math.log(2) / size if scored and size else None,
     }
-
-
-def perplexity(nats_per_token: float) -> float:
-    """Its exponential, which a double holds."""
-    return math.exp(min(nats_per_token, 700.0))
 
 
 def legible(perplexity: float) -> str:
