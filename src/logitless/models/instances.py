@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -36,6 +37,11 @@ def config_of(values: Any, name: str) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # configuration classes validate in their own ways
         raise ConfigError(f"--model {name}: {in_one_line(error, 300)}") from None
+
+
+def any_layer(name: str) -> str:
+    """The name of a tensor or module with its layer left open: "model.layers.*.mlp"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def attention_layers(model: Any, wish: str, *unlike: str) -> list[Any]:

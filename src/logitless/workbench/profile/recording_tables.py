@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...models.instances import any_layer
 from ...units import one_unit
 from ..common.tables import columns
 from .recording import CATEGORIES, LARGEST, Recording
@@ -74,11 +74,6 @@ def _categories(at_peak: dict[str, dict[str, int]], size: Callable[[int], str]) 
     return table
 
 
-def _any_layer(module: str) -> str:
-    """The name of a module with its layer left open: "model.layers.*.mlp"."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
-
-
 def _largest(recording: Recording, units: str, width: int) -> Table:
     """A line for each tensor and those alike of other layers, or two where the console is narrow.
 
@@ -88,7 +83,7 @@ def _largest(recording: Recording, units: str, width: int) -> Table:
     table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
     alike: dict[tuple[Any, ...], list[Allocation]] = {}
     for a in recording.alive(recording.peak.event):
-        alike.setdefault((a.nbytes, a.shape, a.dtype, a.category, a.op, _any_layer(a.module)), []).append(a)
+        alike.setdefault((a.nbytes, a.shape, a.dtype, a.category, a.op, any_layer(a.module)), []).append(a)
     largest = list(alike.values())[:LARGEST]
     size = one_unit((some[0].nbytes for some in largest), units)
     for some in largest:
@@ -97,7 +92,7 @@ def _largest(recording: Recording, units: str, width: int) -> Table:
         times = f"{len(some)} × " if len(some) > 1 else ""
         cells = times + size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
         several = len({one.module for one in some}) > 1
-        module = (_any_layer(a.module) if several else a.module).removeprefix("model.") or "the model"
+        module = (any_layer(a.module) if several else a.module).removeprefix("model.") or "the model"
         if wide:
             table.add_row(*cells, a.category, Text(module), a.op)
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, LogitlessError, OptionError, in_one_line
-from ...models.instances import config_of, with_adapters
+from ...models.instances import any_layer, config_of, with_adapters
 from ...models.nsa.options import options_of, saved_with_nsa
 from ...models.positions import check_reach, reach, scale
 from ...models.presets import PRESETS, check_known, preset
@@ -344,23 +344,18 @@ def check_used(name: str, unused: Iterable[str], model: Any, config: str = "conf
 
     Parts that it does not have at all, such as a tower for images, and old buffers are left out as transformers does.
     """
-    tensors, modules = model.state_dict(), {_kind(module) for module, _ in model.named_modules()}
-    kinds = {_kind(tensor) for tensor in tensors}
+    tensors, modules = model.state_dict(), {any_layer(module) for module, _ in model.named_modules()}
+    kinds = {any_layer(tensor) for tensor in tensors}
     owners = {kind.rpartition(".")[0] for kind in kinds}
 
     def belongs(tensor: str) -> bool:
-        module, _, last = _kind(tensor).rpartition(".")
+        module, _, last = any_layer(tensor).rpartition(".")
         layer = module.rpartition(".")[0]
         another = last in ("weight", "bias") and module not in modules and layer in modules and "*" in layer
-        return _kind(tensor) in kinds or module in owners or another
+        return any_layer(tensor) in kinds or module in owners or another
 
     if names := sorted(tensor for tensor in set(unused).difference(tensors) if belongs(tensor)):
         raise ConfigError(f"{name}: its weights have {few(names)}, which its {config} has no place for")
-
-
-def _kind(name: str) -> str:
-    """The name of a tensor or module in whichever layer it lies."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _sparse(source: ModelSource, attention: str, model: Any) -> Any:
