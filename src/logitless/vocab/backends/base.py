@@ -145,35 +145,31 @@ class Backend(ABC):
         call: Call,
         n_tokens: int,
         vocab_size: int,
+        price: Price,
         *,
-        materialised: bool,
         wide: bool = False,
-        bases: int = 0,
-        sparse: bool = False,
         together: int = 0,
         summed: bool = False,
     ) -> Slices:
-        """The slice sizes of a call with `n_tokens` valid tokens and at most `vocab_size` rows on a rank.
+        """The slice sizes of a call with `n_tokens` valid tokens and at most `vocab_size` rows on a rank, at a price.
 
-        materialised: whether a chunk's slices all stay; wide: whether few tokens are to see long slices; bases: how
-        many products accumulate on the way; sparse: whether a backward pass may leave slices out; together: tokens
-        that are to stay at once, where the budget has room for them; summed: whether nobody but `accumulate` will ever
-        see a slice.
+        wide: whether few tokens are to see long slices; together: tokens that are to stay at once, where the budget has
+        room for them; summed: whether nobody but `accumulate` will ever see a slice.
         """
         options, i, compute = call.options, call.inputs, call.compute
-        demand, held = self.within(call, vocab_size, sparse)
+        demand, held = self.within(call, vocab_size, price.skips)
         found = slices_of(
             n_tokens,
             vocab_size,
             **demand,
-            whole=materialised,
+            whole=price.materialised,
             device=i.hidden.device.type,
             tiles=tiles_of(options.want, softcap=bool(call.head.softcap), top_k=options.top_k),
             wide=wide,
             together=together,
         )
         found = replace(found, nbytes=found.nbytes + held, copied=held)
-        if not sparse or options.sparse is None:
+        if not price.skips or options.sparse is None:
             return found
         width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
         return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)

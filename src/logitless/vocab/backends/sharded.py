@@ -8,7 +8,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Slices
 from ...algebra.online_softmax import Accumulation, Totals, merge
 from ...algebra.stats import Coefficients
 from ..call.call import Call
@@ -74,31 +73,6 @@ class ShardedBackend(Backend):
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         return self.local.label_coefficient(chunk, totals, coefficients)
-
-    def slices(
-        self,
-        call: Call,
-        n_tokens: int,
-        vocab_size: int,
-        *,
-        materialised: bool,
-        wide: bool = False,
-        bases: int = 0,
-        sparse: bool = False,
-        together: int = 0,
-        summed: bool = False,
-    ) -> Slices:
-        return self.local.slices(
-            call,
-            n_tokens,
-            vocab_size,
-            materialised=materialised,
-            wide=wide,
-            bases=bases,
-            sparse=sparse,
-            together=together,
-            summed=summed,
-        )
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return self.local.scaled(x, factor, dtype)

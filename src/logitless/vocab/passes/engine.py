@@ -38,17 +38,8 @@ def slices_for(
     """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens; the rest as a backend's."""
     shard, rows = call.shard, call.head.rows
     most = rows if shard is None else layout_of(shard, rows).widest  # all ranks take the same chunks of tokens
-    return load(call.options.backend).slices(
-        call,
-        n_tokens,
-        most,
-        materialised=price.materialised,
-        wide=wide,
-        bases=len(price.bases),
-        sparse=price.skips,
-        together=together,
-        summed=summed,
-    )
+    backend = load(call.options.backend)
+    return backend.slices(call, n_tokens, most, price, wide=wide, together=together, summed=summed)
 
 
 def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:

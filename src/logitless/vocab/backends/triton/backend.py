@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ....algebra.costs import Slices, fused_slices_of
+from ....algebra.costs import Price, Slices, fused_slices_of
 from ....algebra.online_softmax import FAR, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
@@ -412,16 +412,14 @@ class TritonBackend(Backend):
         call: Call,
         n_tokens: int,
         vocab_size: int,
+        price: Price,
         *,
-        materialised: bool,
         wide: bool = False,
-        bases: int = 0,
-        sparse: bool = False,
         together: int = 0,
         summed: bool = False,
     ) -> Slices:
-        hidden = call.inputs.hidden
-        table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
+        hidden, materialised, bases = call.inputs.hidden, price.materialised, len(price.bases)
+        table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, price.skips)
         if table["overlap"] and not (materialised or bases):  # two slices live at once
             demand["heads"] *= 2
         own, reference = (sums_of(call.options.want), call.options.top_k), call.reference or call.reference_rows
