@@ -11,8 +11,8 @@ from logitless.algebra.stats import STATISTICS, mixture_logs, sums_of
 from logitless.vocab.call.call import Needs
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.head.lm_head import LMHead
-from logitless.vocab.passes.autograd import stats_price
 from logitless.vocab.passes.engine import checked, values
+from logitless.vocab.passes.price import stats_price
 
 N, V = 6, 40
 

@@ -27,11 +27,10 @@ from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_loss, check_sparse, compilable, flatten, flatten_whole_loss
+from .call.validate import check_loss, compilable, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
-from .passes.autograd import loss_price, stats_price
-from .passes.engine import planned
 from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once
+from .passes.price import loss_price, planned, sparse_of, stats_price
 from .passes.quack import slices_for
 
 
@@ -110,9 +109,7 @@ def explain(
     call = stand_in((flatten_whole_loss if by_quack else flatten)(hidden, head, labels, **options))
     needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
     price = loss_price(call, needs) if loss else stats_price(call, needs)
-    sparse = call.options.sparse if price.skips else None
-    if sparse is not None:
-        check_sparse(call)
+    sparse = sparse_of(call, price)
     if call.sampling_mask is not None:
         return _over_sets(call, price, needs, call.sampling_mask)
     together = hidden.shape[1:-1].numel() if loss and per == "sequence" else 0

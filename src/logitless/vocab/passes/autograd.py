@@ -8,48 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Price, price_of
+from ...algebra.costs import Price
 from ...algebra.stats import has_gradient
 from ...errors import GradientError
 from ...upstream import check_upstream
-from ..backends.base import rounds_weights
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
 from .engine import LossPass, Saved, Together, loss_gradients
 from .gradient import GradientBuffers
+from .price import loss_price, stats_price
 
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
 )
 NOT_DIFFERENTIATED = (None,) * (len(Inputs._fields) - DIFFERENTIATED)
-
-
-def stats_price(call: Call, needs: Needs) -> Price:
-    """What `token_stats` pays."""
-    return _price(call, needs, one_hots=bool(call.options.top_k) or call.inputs.candidates is not None)
-
-
-def loss_price(call: Call, needs: Needs) -> Price:
-    """What `token_loss` and `linear_cross_entropy` pay."""
-    return _price(call, needs, loss=True)
-
-
-def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
-    # the adapters' gradients need the logits' gradient at all entries, as a bias does
-    everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
-    return price_of(
-        call.options.want,
-        hidden_grad=needs.hidden,
-        weight_grad=needs.weight,
-        bias_grad=everywhere,
-        one_hots=one_hots,
-        loss=loss,
-        softcap=bool(call.head.softcap),
-        sampling_mask=call.sampling_mask is not None,
-        reference_products=int(call.reference_rows is None),
-        half_products=rounds_weights(call),
-    )
 
 
 def _drivers(call: Call) -> Any:

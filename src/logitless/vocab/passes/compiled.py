@@ -21,10 +21,11 @@ from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, comp
 from ..call.options import CallOptions
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
-from .autograd import NO_SECOND_DERIVATIVE, loss_price, stats_price
+from .autograd import NO_SECOND_DERIVATIVE
 from .engine import LossPass, Saved, checked, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
+from .price import loss_price, stats_price
 
 
 def stats(call: Call) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Price, Slices, looking_again_is_cheaper
+from ...algebra.costs import Price
 from ...algebra.online_softmax import Totals, share_of_tail, widen
 from ...algebra.stats import STATISTICS, looks_twice, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip, p_alone
@@ -19,11 +19,10 @@ from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
 from ..call.call import Call, Needs, blank_of
-from ..call.validate import check_sparse
 from ..devices import full_precision
-from ..ranks.agreement import layout_of
 from ..sizing import current_sizing
 from .gradient import GradientBuffers, add_gradient, one_hots
+from .price import planned, sparse_of
 
 
 def backend_of(call: Call) -> Backend:
@@ -32,38 +31,12 @@ def backend_of(call: Call) -> Backend:
     return backend if call.shard is None else ShardedBackend(backend, call.shard, call.head.rows)
 
 
-def slices_for(
-    call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0, summed: bool = False
-) -> Slices:
-    """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens; the rest as a backend's."""
-    shard, rows = call.shard, call.head.rows
-    most = rows if shard is None else layout_of(shard, rows).widest  # all ranks take the same chunks of tokens
-    backend = load(call.options.backend)
-    return backend.slices(call, n_tokens, most, price, wide=wide, together=together, summed=summed)
-
-
-def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:
-    """The price with its slices: where few whole rows would stay for a second look, this makes the products again."""
-    summed = price.method in ("values", "one-hot") and not price.materialised
-    slices = slices_for(call, n_tokens, price, wide, together, summed)
-    if price.method == "in-forward" or not looks_twice(sums_of(call.options.want)):
-        return price, slices
-    products = 1 + (call.reference is not None)
-    again = replace(price, gemms=price.gemms + products, materialised=False, looks_again=True)
-    streamed = slices_for(call, n_tokens, again, wide)
-    if slices.tokens and looking_again_is_cheaper(slices.tokens, streamed.tokens, call.inputs.hidden.device.type):
-        return again, streamed
-    return price, slices
-
-
 class Pass:
     """A call with its slices, buffers and the head's summed rows."""
 
     def __init__(self, call: Call, price: Price, wide: bool = False, together: int = 0) -> None:
         self.call = call
-        self.sparse = call.options.sparse if price.skips else None
-        if self.sparse is not None:
-            check_sparse(call)
+        self.sparse = sparse_of(call, price)
         self.backend = backend_of(call)
         self.price, self.slices = planned(call, call.n_tokens, price, wide, together)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)

@@ -16,8 +16,9 @@ from ...units import plural
 from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
-from .autograd import FormedLoss, attach, formed_again, loss_price, stats, stats_price
+from .autograd import FormedLoss, attach, formed_again, stats
 from .engine import LossPass, Together, loss_gradients
+from .price import loss_price, stats_price
 from .seen import Seen, seen_of
 
 LossFn = Callable[..., Tensor]

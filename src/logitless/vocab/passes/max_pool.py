@@ -22,8 +22,9 @@ from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs
 from ..ranks.agreement import gather_rows
 from .autograd import NO_SECOND_DERIVATIVE, NOT_DIFFERENTIATED
-from .engine import backend_of, exact, slices_for
+from .engine import backend_of, exact
 from .gradient import GradientBuffers
+from .price import slices_for
 
 NO_TOKEN = -1
 LEAST_WIDTH = 64  # entries of a slice, whatever the budget

@@ -15,7 +15,7 @@ from logitless.algebra.costs import Price
 from logitless.vocab.backends.base import Scratch
 from logitless.vocab.backends.triton import backend, weights
 from logitless.vocab.call.validate import flatten
-from logitless.vocab.passes.engine import planned, slices_for
+from logitless.vocab.passes.price import planned, slices_for
 from tests.support.plain import over
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import half_products, no_kernel_for_slices, sizes
