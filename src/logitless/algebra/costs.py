@@ -384,8 +384,8 @@ def weight_gradient_bytes(vocab_size: int, hidden_size: int, itemsize: int) -> t
 
 
 def whole_rollout_bytes(batch: int, steps: int, vocab_size: int, *, prompt: int, position_bytes: int) -> int:
-    """Peak bytes of `steps` soft tokens over the whole vocabulary, as `relax.legacy` keeps them, and of the activations
-    of as many passes over whole prefixes, `position_bytes` for each position that a pass reads."""
+    """Peak bytes of `steps` soft tokens over the whole vocabulary, as `workbench.grade.legacy` keeps them, and of the
+    activations of as many passes over whole prefixes, `position_bytes` for each position that a pass reads."""
     read = sum(prompt + t for t in range(steps))
     return WHOLE_TENSORS * logits_bytes(batch * steps, vocab_size, 4) + batch * read * position_bytes
 

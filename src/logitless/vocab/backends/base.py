@@ -301,7 +301,7 @@ class Scratch:
 
 @dataclass
 class Tile:
-    """A slice of logits, (C, S): the policy's, the reference's and their gap z_ref - z; or weights relative to `m`."""
+    """A slice of logits, (C, S), the policy's and the reference's; or weights relative to `m`."""
 
     v: slice
     z: Tensor

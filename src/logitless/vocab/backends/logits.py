@@ -221,7 +221,7 @@ class Projection:
         return tuple(f.operand(v) for f in self.factors)
 
     def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
-        """z of one slice, (C, S), into `out`; -inf becomes MASK where a bias can hold it."""
+        """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`."""
         first = self.factors[0]
         with bf16_products(first.in_tiles):
             product(first.rows, w[0].t(), out)
