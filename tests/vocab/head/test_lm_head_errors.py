@@ -58,7 +58,9 @@ def test_heads_that_cannot_be(name):
 
 
 class DTensor(Tensor):
-    """Known by its name: vocab imports no torch.distributed."""
+    """Known by its name and placements: vocab imports no torch.distributed."""
+
+    placements, device_mesh = (), SimpleNamespace(ndim=2)
 
 
 class Int4Tensor(Tensor):

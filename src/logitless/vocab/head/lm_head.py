@@ -15,10 +15,10 @@ from ...algebra.options import whole
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
-from .low_rank import LowRank, check_whole
+from .low_rank import LowRank
 from .packed import quantised
 from .quantised import Weight
-from .shard import VocabShard, is_dtensor, local_part, localised
+from .shard import VocabShard, check_plain, is_dtensor, local_part, localised
 from .sparse import SparseBackward
 
 
@@ -184,7 +184,7 @@ def _localised_adapter(x: LowRank) -> LowRank:
 
 def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
     if isinstance(weight, Tensor):
-        check_whole("LMHead: weight", weight)
+        check_plain("LMHead: weight", weight)
     if not isinstance(weight, Weight) or len(weight.shape) != 2:
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         hint = "; use LMHead.of(module)" if isinstance(weight, torch.nn.Module) else ""
@@ -214,7 +214,7 @@ def _check_bias(bias: Tensor | None, weight: Weight) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = dtype_of(bias)
         raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
-    check_whole("LMHead: bias", bias, matrix=False)
+    check_plain("LMHead: bias", bias, matrix=False)
     rows = weight.shape[0]
     if tuple(bias.shape) != (rows,):
         raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")
@@ -240,8 +240,8 @@ def _check_adapters(adapters: tuple[LowRank, ...], weight: Weight) -> None:
         raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
     rows, width = weight.shape
     for x in adapters:
-        check_whole("LowRank: a", x.a)
-        check_whole("LowRank: b", x.b)
+        check_plain("LowRank: a", x.a)
+        check_plain("LowRank: b", x.b)
         if x.b.shape[0] != rows or x.a.shape[1] != width:
             raise ShapeError(
                 f"LMHead: an adapter of a weight {(rows, width)} needs a (rank, {width}) and b ({rows}, rank), "

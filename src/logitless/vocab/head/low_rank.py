@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
-import torch
 from torch import Tensor
 
-from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from ...errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
-from .shard import is_dtensor
+from .shard import check_plain, is_dtensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class LowRank:
                 got = dtype_of(x)
                 raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
             if not is_dtensor(x):  # what the head makes of one is known with its weight
-                check_whole(f"LowRank: {name}", x)
+                check_plain(f"LowRank: {name}", x)
         a, b = tuple(self.a.shape), tuple(self.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
@@ -50,18 +49,3 @@ class LowRank:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
         object.__setattr__(self, "scaling", float(self.scaling))
         object.__setattr__(self, "dropout", float(self.dropout))
-
-
-def check_whole(name: str, x: Tensor, matrix: bool = True) -> None:
-    """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
-    flat = matrix and x.dim() == 1 and hasattr(x, "_fsdp_flattened")  # FSDP1's, outside of forward
-    if flat or type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
-        raise ConfigError(
-            f"{name} is sharded (FSDP, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
-            "module's own forward, as logitless.install does, or gather the parameter first"
-        )
-    if x.layout is not torch.strided:
-        kind = str(x.layout).removeprefix("torch.")
-        raise ConfigError(f"{name} is {kind}, expected a dense tensor; pass x.to_dense()")
-    if hasattr(type(x), "__tensor_flatten__"):
-        raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")

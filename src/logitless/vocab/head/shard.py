@@ -105,6 +105,21 @@ def is_dtensor(x: object) -> bool:
     return type(x).__name__ == "DTensor" and hasattr(x, "placements")
 
 
+def check_plain(name: str, x: Tensor, matrix: bool = True) -> None:
+    """Raise ConfigError where a tensor is not all here as plain numbers: sharded, sparse or quantised."""
+    flat = matrix and x.dim() == 1 and hasattr(x, "_fsdp_flattened")  # FSDP1's, outside of forward
+    if flat or is_dtensor(x) or (x.numel() == 0 and hasattr(x, "ds_numel")):
+        raise ConfigError(
+            f"{name} is sharded (FSDP, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
+            "module's own forward, as logitless.install does, or gather the parameter first"
+        )
+    if x.layout is not torch.strided:
+        kind = str(x.layout).removeprefix("torch.")
+        raise ConfigError(f"{name} is {kind}, expected a dense tensor; pass x.to_dense()")
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")
+
+
 def local_part(x: Any) -> Tensor:
     """What a DTensor has here; it leads to the DTensor's gradient in whatever mode the head is made."""
     with torch.enable_grad():
