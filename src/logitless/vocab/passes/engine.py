@@ -114,7 +114,7 @@ class Pass:
         products: dict[str, Tensor] | None = None,
     ) -> None:
         """`gradient.add_gradient` with this pass's backend and summed rows."""
-        add_gradient(self.backend, self.call, chunk, totals, extra, stat_grads, grads, self.sums, products)
+        add_gradient(self.backend, chunk, totals, extra, stat_grads, grads, self.sums, products)
 
     def put(self, into: dict[str, Tensor], rows: slice, part: dict[str, Tensor]) -> None:
         """Write a chunk's numbers into `into`, (N, ...) each, made here with what ignored tokens get."""

@@ -27,7 +27,6 @@ def one_hots(call: Call, found: Accumulated, part: dict[str, Tensor]) -> dict[st
 
 def add_gradient(
     backend: Backend,
-    call: Call,
     chunk: Chunk,
     totals: Totals,
     extra: dict[str, Tensor],
@@ -41,10 +40,9 @@ def add_gradient(
     extra: what `one_hots` kept; stat_grads: of each statistic, (C, ...); products: of the dense bases with the head,
     where these accumulated on the way.
     """
-    top_k, policy = call.options.top_k, chunk.policy
-    stat_grads = dict(stat_grads)
+    policy, stat_grads = chunk.policy, dict(stat_grads)
     sparse = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
-    c = coefficients_of(stat_grads, totals, policy.head.rows, call.options.jsd_beta, torch)
+    c = coefficients_of(stat_grads, totals, policy.head.rows, chunk.jsd_beta, torch)
     dense = without_label(c)
     if products is not None:
         _combine(chunk, dense, products, grads)
@@ -57,14 +55,14 @@ def add_gradient(
     if "argmax" in c:
         at_best = policy.chain(c["argmax"], totals.m)
         scatter_one_hots(chunk, extra["top_ids"][:, :1], at_best[:, None], grads)
-    if sparse["top_k_logits"] is not None:
-        ids, logits = extra["top_ids"][:, :top_k], extra["top_logits"][:, :top_k]
-        scatter_one_hots(chunk, ids, policy.chain(sparse["top_k_logits"], logits), grads)
-    if sparse["candidate_logits"] is not None and chunk.inputs.candidates is not None:
-        at_candidates = policy.chain(sparse["candidate_logits"], extra.get("candidate_logits"))
+    if (upstream := sparse["top_k_logits"]) is not None:
+        k = upstream.shape[1]
+        scatter_one_hots(chunk, extra["top_ids"][:, :k], policy.chain(upstream, extra["top_logits"][:, :k]), grads)
+    if (upstream := sparse["candidate_logits"]) is not None and chunk.inputs.candidates is not None:
+        at_candidates = policy.chain(upstream, extra.get("candidate_logits"))
         scatter_one_hots(chunk, chunk.inputs.candidates, at_candidates, grads)
     if "one" in c and policy.outer is None:
-        _constant(sums(), chunk, policy.chain(c["one"]), grads, call.inputs.class_weights)
+        _constant(sums(), chunk, policy.chain(c["one"]), grads)
 
 
 def without_label(c: Coefficients) -> Coefficients:
@@ -108,9 +106,9 @@ def _combine(chunk: Chunk, dense: Coefficients, products: dict[str, Tensor], gra
                 tokens.addcmul_(torch.where(factor == 0, 0.0, part) if chunk.may_be_infinite else part, factor)
 
 
-def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients, weights: Tensor | None = None) -> None:
+def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients) -> None:
     """The term δ, the same for every entry, or times an entry's weight: rank one."""
-    rows = chunk.policy.head.local_rows
+    rows, weights = chunk.policy.head.local_rows, chunk.inputs.class_weights
     for factor, total, (tokens, entries) in zip(chunk.policy.factors, sums, grads.pairs, strict=False):
         if tokens is not None:
             tokens.addcmul_(total[None, :], delta[:, None])
@@ -147,32 +145,32 @@ class GradientBuffers:
         hidden, weight, bias, lora_hidden, lora_b = (
             torch.empty_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted, dtype in pairs
         )
-        self.total = Gradients(hidden, weight, bias, lora_hidden, lora_b)
+        self.sums = Gradients(hidden, weight, bias, lora_hidden, lora_b)
         for x in (hidden, bias, lora_hidden, lora_b):
             if x is not None:
                 x.zero_()
         if weight is not None:
-            self.total.unwritten.append(weight)
+            self.sums.unwritten.append(weight)
 
     def chunk(self, n_tokens: int) -> Gradients:
         """The sums for entries, and zeros for a chunk's tokens."""
-        return self.total.of_chunk(n_tokens, self.call.compute)
+        return self.sums.of_chunk(n_tokens, self.call.compute)
 
     def put(self, rows: slice, grads: Gradients) -> None:
         """Write what a chunk's tokens got."""
-        for whole, part in ((self.total.hidden, grads.hidden), (self.total.lora_hidden, grads.lora_hidden)):
+        for whole, part in ((self.sums.hidden, grads.hidden), (self.sums.lora_hidden, grads.lora_hidden)):
             if whole is not None and part is not None:
                 self.call.put(whole, rows, part)
 
     def summed(self) -> list[Tensor | None]:
         """The gradients in the dtypes that they were summed in, those of tokens added up over ranks; once."""
-        self.total.clear()
+        self.sums.clear()
         ranks = Ranks.of(self.call.shard)
         if ranks is not None:
-            for x in (self.total.hidden, self.total.lora_hidden):
+            for x in (self.sums.hidden, self.sums.lora_hidden):
                 if x is not None:
                     ranks.add_(x)
-        return self.total.all
+        return self.sums.all
 
     def result(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """`summed`, times a scalar, as autograd takes them; once."""
