@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .online_softmax import SECOND_LOOK
-from .stats import STATISTICS, bases_of, looks_twice, sums_of
+from .stats import STATISTICS, bases_of, best_entries, looks_twice, sums_of
 
 MIB = 1 << 20
 DEFAULT_BUDGET = 256 * MIB
@@ -423,7 +423,7 @@ def traffic_of(
     need one, and the adapters' rank where they do.
     """
     sums = sums_of(want)
-    top_k = max(top_k, int("argmax" in sums))
+    top_k = best_entries(sums, top_k)
     floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + 2 * ("tail" in sums) + numbers + top_k
     floats += label * (1 + ("ref" in sums)) + len(sums.intersection(SECOND_LOOK))
     ints = top_k + ("above" in sums)

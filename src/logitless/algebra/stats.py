@@ -144,6 +144,11 @@ def sums_of(want: Iterable[str]) -> frozenset[str]:
     return frozenset().union(*(STATISTICS[name].sums for name in want))
 
 
+def best_entries(sums: frozenset[str], top_k: int) -> int:
+    """How many of a token's best entries are found: the best of all is one."""
+    return max(top_k, int("argmax" in sums))
+
+
 def has_gradient(name: str) -> bool:
     """Whether a floating output of the pass, of the statistics or beside them, has a gradient."""
     return name not in STATISTICS or STATISTICS[name].coefficients is not None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..algebra.costs import DEFAULT_BUDGET
-from ..algebra.stats import looks_twice, sums_of
+from ..algebra.stats import best_entries, looks_twice, sums_of
 from .head import LMHead
 
 
@@ -39,7 +39,7 @@ class Options:
     @property
     def topk_size(self) -> int:
         """How many of the highest entries are accumulated: the argmax is one."""
-        return max(self.top_k, int("argmax" in self.sums))
+        return best_entries(self.sums, self.top_k)
 
     @property
     def materialises(self) -> bool:

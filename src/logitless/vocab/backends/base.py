@@ -23,6 +23,7 @@ from ...algebra.stats import (
     DENSE,
     Coefficients,
     bases_of,
+    best_entries,
     label_coefficient,
     label_shares,
     put_second_look,
@@ -371,7 +372,7 @@ class Chunk:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
         # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
         sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
-        top_k = max(options.top_k, int("argmax" in sums))
+        top_k = best_entries(sums, options.top_k)
         return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, label)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...algebra.costs import Price
 from ...algebra.online_softmax import total_names
-from ...algebra.stats import has_gradient, sums_of
+from ...algebra.stats import best_entries, has_gradient, sums_of
 from ...errors import GradientError
 from ...upstream import ONE_AT_A_TIME, check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
@@ -129,7 +129,7 @@ class _Operator(NamedTuple):
             (f"totals.{name}", (), torch.int64 if name == "rank" else real)
             for name in total_names(sums, i.labels is not None)
         ]
-        k = max(options.top_k, int("argmax" in sums))
+        k = best_entries(sums, options.top_k)
         if k:
             out += [("extra.top_ids", (k,), torch.int64), ("extra.top_logits", (k,), real)]
         if i.candidates is not None and self.call.head.softcap:
