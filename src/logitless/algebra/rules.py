@@ -97,10 +97,14 @@ class Rules:
             keep = keep & self.near_best(x, x[:, :1])
         return keep.sum(1)
 
+    def always_decided(self, retained: int, vocab_size: int) -> bool:
+        """Whether `kept_of` so many best entries is that of whole rows, whatever the logits are."""
+        return retained >= min(self.top_k or vocab_size, vocab_size)
+
     def decided(self, x: Array, n_kept: Array, vocab_size: int, xp: Any) -> Array:
         """Whether `kept_of` x, the best entries of each row, is that of whole rows, (n,) bool."""
         retained = x.shape[1]
-        if retained >= min(self.top_k or vocab_size, vocab_size):
+        if self.always_decided(retained, vocab_size):
             return n_kept >= 0
         if self.top_p < 1 and (self.top_k or self.min_p_first):  # a share of a sum that may reach further
             return self._before_top_p(x, xp).sum(1) < retained

@@ -30,11 +30,6 @@ def suits(chunk: Chunk) -> bool:
     return len(chunk.materialised) == 1 and chunk.policy.compute == torch.float32 and chunk.policy.head.shard is None
 
 
-def always_decided(rules: Rules, retained: int, vocab_size: int) -> bool:
-    """Whether every draw under the rules ends among the retained entries, whatever the logits are."""
-    return rules.none or retained >= min(rules.top_k or vocab_size, vocab_size)
-
-
 def recorded(
     chunk: Chunk, found: Accumulated, temperature: Tensor, noise: Noise, *, rules: Rules, keep: int
 ) -> SampleRecord | None:
@@ -48,7 +43,7 @@ def recorded(
         return None
     totals, top_logits, top_ids = found.totals, found.top_logits, found.top_ids
     width, n_topk = chunk.materialised[0].z.shape[1], top_logits.shape[1]
-    looks = not always_decided(rules, n_topk, width)
+    looks = not (rules.none or rules.always_decided(n_topk, width))
     if looks and capturing(top_logits):
         raise OptionError(
             f"top_p, min_p: in a CUDA graph expected top_k in 1..{n_topk} as well, so that the best entries will do, "

@@ -138,7 +138,7 @@ class Draw:
         vocab_size, retained = self.chunk.call.vocab_size, self.topk[0].shape[1]
         x = self._scaled(self.topk[0])
         drawn = pick(rules, x, self.topk, self.keys, log_s)
-        if retained >= min(rules.top_k or vocab_size, vocab_size):
+        if rules.always_decided(retained, vocab_size):
             return drawn
         decided = rules.decided(x, drawn.n_kept, vocab_size, jnp)
 
