@@ -171,7 +171,7 @@ def _accumulate(
     n, frozen = rows.stop - rows.start, [False] * len(terms.tensors)
     m, noisy = x.new_full((n,), LOWEST), x.new_full((n,), -math.inf)
     s, t, mean = x.new_zeros(n), x.new_zeros(n), x.new_zeros(n, call.width)
-    noise = Noise(noise.seeds[rows], noise.positions[rows])
+    noise = noise.rows(rows)
     argmax, token = noise.seeds.new_zeros(n), noise.seeds.new_zeros(n)
     first = 0 if call.shard is None else call.shard.offset
     for v in call.vocabulary():

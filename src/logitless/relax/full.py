@@ -91,7 +91,7 @@ def _accumulate(
         best, total, at = most[rows], mass[rows], token[rows]
         for v in call.vocabulary():
             y = terms.holding(terms.leaves(rows, v, frozen)).logits()
-            peak, where = y.add_(_noise(noise, rows, v)).max(1)
+            peak, where = y.add_(noise.rows(rows).gumbel(v)).max(1)
             at.copy_(torch.where(peak > best, where + v.start, at))
             new = torch.maximum(best, peak)
             grow = ((best - new) / call.tau).exp_()
@@ -103,10 +103,6 @@ def _accumulate(
         for sums in soft:
             sums[rows] /= total[:, None]
     return token, most, mass, soft
-
-
-def _noise(noise: Noise, rows: slice, v: slice) -> Tensor:
-    return Noise(noise.seeds[rows], noise.positions[rows]).gumbel(v)
 
 
 @dataclass
@@ -154,7 +150,7 @@ class _Backward:
         leaves = terms.leaves(rows, v, self.needed[:n])
         with torch.enable_grad():
             z = terms.holding(leaves).logits()
-        p = _noise(self.noise, rows, v).add(z.detach()).sub_(self.best[rows, None])
+        p = self.noise.rows(rows).gumbel(v).add(z.detach()).sub_(self.best[rows, None])
         p.div_(self.call.tau).exp_().div_(self.total[rows, None])
         if not self.call.hard:
             for g, into in zip(ups, total[n:], strict=True):

@@ -226,18 +226,15 @@ class Draw:
             return token
         here = self.rows.here
         least = most - self._scaled(logits[:, -1:], rows)[:, 0]  # no other logit is above these
-        noise, among = self._noise(rows), None if kept is None else kept[:, here]
+        noise, among = self.noise.rows(rows), None if kept is None else kept[:, here]
         n, where = noise.reaching(here, least, among, search_of(noise.seeds))
         lifted = self._scaled(self.rows.entries(rows[n], where)[:, None], rows[n])
-        lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
+        lifted = lifted.add_(self.noise.rows(rows[n]).gumbel(where[:, None]))[:, 0]
         higher = most.scatter_reduce(0, n, lifted, "amax")
         token = torch.where(higher > most, size, token)
         first = torch.where(lifted == higher[n], where, size)
         token, most = token.scatter_reduce(0, n, first, "amin"), higher
         return token if self.rows.shard is None else best_of_all(token, most, self.rows.shard)
-
-    def _noise(self, rows: Tensor) -> Noise:
-        return Noise(self.noise.seeds[rows], self.noise.positions[rows])
 
     def _among(self, rules: Rules, log_sum: Tensor, budget: int) -> Drawn:
         """Drawn under the rules."""

@@ -142,7 +142,7 @@ def _parts(
     with full_precision(temperatures.device.type):
         for rows, chunk in run.chunks():
             found, part = run.accumulate(chunk, keep="logits"), None
-            some, own = Noise(noise.seeds[rows], noise.positions[rows]), temperatures[rows].to(run.call.compute)
+            some, own = noise.rows(rows), temperatures[rows].to(run.call.compute)
             if run.backend.draws_on_device and change is None:
                 from . import triton_draw  # on first use: it imports triton
 

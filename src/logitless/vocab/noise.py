@@ -68,6 +68,10 @@ class Noise(NamedTuple):
             raise DeviceError(f"noise is on {noise.seeds.device}, hidden on {device}; move one of them")
         return noise
 
+    def rows(self, rows: slice | Tensor) -> Noise:
+        """The noise of some of the tokens, (n,)."""
+        return Noise(self.seeds[rows], self.positions[rows])
+
     def expand(self, lead: tuple[int, ...]) -> Noise:
         """The noise with an int64 seed and position for each of the tokens, or an error that says what is wrong."""
         for name, x in zip(self._fields, self, strict=True):
