@@ -172,8 +172,7 @@ class Backend(ABC):
         found = replace(found, nbytes=found.nbytes + held, copied=held)
         if not price.skips or options.sparse is None:
             return found
-        width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
-        return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)
+        return sparse_slices(found, options.sparse.width, vocab_size, i.width, compute.itemsize)
 
     def bytes_beside(self, call: Call, price: Price, needs: Needs, slices: Slices) -> int:
         """What forming the gradients, slice by slice, takes beside the slices and the gradients themselves."""

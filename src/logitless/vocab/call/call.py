@@ -45,6 +45,11 @@ class Inputs(NamedTuple):
     ref_outside: Tensor | None = None  # (N,), the reference's log-sum-exp over the entries that a draft lacks
     class_weights: Tensor | None = None  # (V,), of all ranks: the mean logit is then Σ_v weight_v·z_v / V
 
+    @property
+    def width(self) -> int:
+        """Of a token's hidden state and its adapters' products together, H + R."""
+        return self.hidden.shape[1] + (0 if self.lora_b is None else self.lora_b.shape[1])
+
 
 DIFFERENTIATED = Inputs._fields.index("labels")
 PER_TOKEN = (

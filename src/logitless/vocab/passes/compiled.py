@@ -134,8 +134,7 @@ class _Operator(NamedTuple):
             out += [("extra.top_ids", (k,), torch.int64), ("extra.top_logits", (k,), real)]
         if i.candidates is not None and self.call.head.softcap:
             out.append(("extra.candidate_logits", (i.candidates.shape[1],), real))
-        width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
-        return out + [(f"products.{basis}", (width,), real) for basis in self.price.bases]
+        return out + [(f"products.{basis}", (i.width,), real) for basis in self.price.bases]
 
     def blank(self) -> list[Tensor]:
         """Outputs, and what backward needs, with nothing in them."""

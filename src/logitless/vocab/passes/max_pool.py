@@ -225,9 +225,7 @@ def pooled_gradients(call: Call, documents: Documents, needs: Needs, pairs_of: P
 
 def _backward_width(call: Call, documents: Documents) -> int:
     """Entries of a slice whose pairs, converted rows and sums of rows keep to the budget."""
-    i = call.inputs
-    width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
-    each = len(documents) * PAIR + 2 * call.compute.itemsize * width
+    each = len(documents) * PAIR + 2 * call.compute.itemsize * call.inputs.width
     return max(LEAST_WIDTH, call.budget // each)
 
 
