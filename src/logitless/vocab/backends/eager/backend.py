@@ -56,8 +56,8 @@ class Running(Form):
     @property
     def label(self) -> Tensor | None:
         """The label's logit, where entries above it are counted."""
-        counted = self.state.above is not None and self.chunk.label is not None
-        return self.chunk.label[0] if counted and self.chunk.label is not None else None
+        label = self.chunk.label
+        return None if label is None or self.state.above is None else label[0]
 
     def add(self, tile: Tile, keep: str | None) -> None:
         """Take one slice in. `keep` says what tile.z holds afterwards."""
