@@ -17,6 +17,7 @@ from .threads import collect, shares_of, sums
 
 MOST = 4096.0  # what a slice's weights may add up to: those of equal logits do to less, a level far too low to more
 STEADY = {"zsum"}  # the sums, beside the weights', that do not ask for a slice's maximum
+Each = list[Tensor | None]  # of the head's factors
 
 
 def may_be_steady(chunk: Chunk) -> bool:
@@ -41,38 +42,36 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     level = chunk.materialised[-1].m
     assert level is not None
     scale = (p * torch.exp((level - totals.m) - totals.log_s))[:, None]
-    begins = grads.begins(grads.weight)
+    blank = grads.weight if grads.begins(grads.weight) else None  # whose first part is written, not added
     factors, pairs = chunk.policy.factors, grads.pairs[: len(chunk.policy.factors)]
     tokens = [None if x is None else torch.zeros_like(x) for x, _ in pairs]
     adding = [shares_of(x, chunk.slices.width) for x in tokens]
-    scaled = [None if y is None else f.tokens * scale for f, (_, y) in zip(factors, pairs, strict=True)]
+    entries = [y for _, y in pairs]
+    scaled = [None if y is None else f.tokens * scale for f, y in zip(factors, entries, strict=True)]
     for tile in chunk.materialised:
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
         if grads.bias is not None:
             grads.bias[tile.v] += torch.mul(tile.z, scale, out=chunk.scratch.take("w", tile.z)).sum(0)
-        _add_products(chunk, tile, scaled, adding, grads, begins)
+        _add_products(chunk, tile, scaled, adding, entries, blank)
     for (into, _), total, shares in zip(pairs, tokens, adding, strict=True):
         collect(shares, total)
         if into is not None and total is not None:
             into.addcmul_(total, scale)
-    if begins and grads.weight is not None:
-        grads.weight[chunk.policy.head.local_rows :].zero_()
+    if blank is not None:
+        blank[chunk.policy.head.local_rows :].zero_()
 
 
-def _add_products(
-    chunk: Chunk, tile: Tile, scaled: list[Tensor | None], adding: list[Tensor | None], grads: Gradients, begins: bool
-) -> None:
-    """A slice's weights times the head into `adding`, times `scaled` tokens; returning frees the converted slice."""
-    factors = chunk.policy.factors
-    parts = factors, chunk.policy.operand(tile.v), scaled, adding, grads.pairs[: len(factors)]
-    for factor, part, own, into, (_, entries) in zip(*parts, strict=True):
+def _add_products(chunk: Chunk, tile: Tile, scaled: Each, adding: Each, entries: Each, blank: Tensor | None) -> None:
+    """A slice's weights times the head into `adding`, times `scaled` into `entries`; returning frees the slice of W."""
+    parts = chunk.policy.factors, chunk.policy.operand(tile.v), scaled, adding, entries
+    for factor, part, own, into, rows in zip(*parts, strict=True):
         with bf16_products(factor.in_tiles):
             if into is not None:
                 add_product(tile.z, part, into)
-            if entries is not None and own is not None:
-                put = product if begins and entries is grads.weight else add_product
-                put(tile.z.t(), own, entries[tile.v])
+            if rows is not None and own is not None:
+                put = product if rows is blank else add_product
+                put(tile.z.t(), own, rows[tile.v])
 
 
 def _on_cpu(chunk: Chunk) -> bool:
