@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.errors import GradientError, OptionError, ShapeError
+from logitless.errors import DtypeError, GradientError, OptionError, ShapeError
 from logitless.relax import Noise, expected_embedding
 from logitless.vocab.reference import dense_logits
 from tests.support.vocab.comparing import assert_near_in_norm, operands
@@ -137,3 +137,5 @@ def test_refusals():
                 torch.autograd.grad(result.sum(), ops.hidden, create_graph=True)
     with pytest.raises(OptionError, match=r"temperature: expected a number in 1e-24\.\.1e\+26, got 0"):
         expected_embedding(ops.hidden, ops.head, temperature=0)
+    with pytest.raises(DtypeError, match="hidden: expected a floating-point tensor, got list"):
+        expected_embedding([1.0], ops.head)

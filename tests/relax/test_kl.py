@@ -73,3 +73,7 @@ def test_what_is_refused():
         ShapeError, lambda: relax.online_kl(hidden, head, (hidden, head), total=torch.zeros(B, 1)), "total", "(3, 1)"
     )
     refused(DtypeError, lambda: relax.online_kl(hidden, head, (hidden, head), alive=torch.ones(B)), "alive", ".bool()")
+    refused(DtypeError, lambda: relax.online_kl([1.0], head, (hidden, head)), "hidden: expected a floating", "list")
+    for name in ("total", "alive"):
+        own = {name: [True] * B}
+        refused(DtypeError, lambda: relax.online_kl(hidden, head, (hidden, head), **own), f"{name}: expected", "list")  # noqa: B023

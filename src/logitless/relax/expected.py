@@ -75,7 +75,6 @@ def expected_embedding(
     Raises what `token_stats` raises, and NotFiniteError.
     Memory: slices within the budget, two (N, D), and dweight and dembedding as these are; never (N, V).
     """
-    lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     draws = noise is not None or generator is not None
 
     def arguments() -> Noise:
@@ -83,6 +82,7 @@ def expected_embedding(
         return _noise_of(hidden, noise, generator)
 
     some = on_all(head, arguments)
+    lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     alike = f"expected_embedding draws={draws} {_alike(temperature, embedding)}"
     agree(hidden, head, alike, some, draws and noise is None, memory_budget)
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError
-from ..vocab.face import LMHead, on_all, token_stats
+from ..vocab.face import LMHead, check_hidden, on_all, token_stats
 
 
 def online_kl(
@@ -33,7 +33,7 @@ def online_kl(
     Differentiable with respect to hidden and head, not the reference; fp32, never negative. Raises what `token_stats`
     raises, OptionError and ShapeError. Memory: slices within the budget, O(N) per step (a frozen head: two (N, H)).
     """
-    on_all(head, lambda: _check(tuple(hidden.shape[:-1]), total, alive, lengths))
+    on_all(head, lambda: _check(check_hidden(hidden, head), total, alive, lengths))
     labels = None if alive is None else torch.where(alive, 0, -100)  # a label's value does not enter the KL
     stats = token_stats(hidden, head, labels, want=("kl",), reference=reference, memory_budget=memory_budget)
     return stats.kl if total is None else total + stats.kl
@@ -46,6 +46,8 @@ def _check(lead: tuple[int, ...], total: Tensor | None, alive: Tensor | None, le
             f"{lengths[1]}; compare the states that predict the same next token"
         )
     for name, x in (("total", total), ("alive", alive)):
+        if x is not None and not isinstance(x, Tensor):
+            raise DtypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x is not None and tuple(x.shape) != lead:
             raise ShapeError(f"{name}: expected shape {lead}, hidden's leading dimensions, got {tuple(x.shape)}")
     if alive is not None and alive.dtype != torch.bool:

@@ -282,7 +282,10 @@ def one_rank_alone(group: Any) -> None:
     nan = hidden.clone().fill_(torch.nan if last else 1.0)
     kl = partial(relax.online_kl, hidden, head, (hidden, head))
     wrong(lambda: kl(lengths=(3, 3 + last)), "lengths: expected both models", OptionError)
-    soft = relax.expected_embedding
+    wrong(lambda: kl(alive=[True] * N if last else None), "alive: expected a tensor, got list", DtypeError)
+    listed, soft = [1.0] if last else hidden, relax.expected_embedding
+    wrong(lambda: soft(listed, head), "hidden: expected a floating-point tensor", DtypeError)
+    wrong(lambda: relax.online_kl(listed, head, (hidden, head)), "hidden: expected a floating-point", DtypeError)
     wrong(lambda: soft(hidden, head, temperature=1.0 - 2 * last), "temperature: expected a number", OptionError)
     wrong(lambda: relax.gumbel_topk(nan, head, 1.0, k=2), "hidden: expected finite numbers", NotFiniteError)
     refused(group, lambda: ll.token_stats(hidden, head, labels.float()), "labels: expected integer", kind=DtypeError)
