@@ -261,9 +261,14 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
 
 def label_shares(totals: Totals, sums: frozenset[str], beta: float, xp: Any) -> dict[str, Array]:
     """The label's own shares of the second look's sums."""
-    d = difference(totals.label_logit, totals.label_ref, totals.shift, xp) + totals.log_ratio
-    q = xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
+    d, q = _label_sides(totals, xp)
     return second_look(sums, xp.exp(totals.logprob), q, d, beta, xp)
+
+
+def _label_sides(totals: Totals, xp: Any) -> tuple[Array, Array]:
+    """d = log p - log q of the label, and its q."""
+    d = difference(totals.label_logit, totals.label_ref, totals.shift, xp) + totals.log_ratio
+    return d, xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
 
 
 def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any) -> Array:
@@ -278,8 +283,7 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
     if "tail" in c:
         total = total + c["tail"] * totals.tail_label
     if totals.shift is not None:
-        e = totals.label_logit - totals.label_ref - totals.shift
-        d = xp.where(xp.isnan(e), zero, e) + totals.log_ratio
+        d, q = _label_sides(totals, xp)
         if "pD" in c:
             total = total + times(c["pD"], times(p, d, xp), xp)
         if "pM" in c:
@@ -290,5 +294,5 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
             first, second = sides(d, xp)
             total = total + p * (c["ahead"] * first + c["behind"] * second)
         if "q" in c:
-            total = total + c["q"] * xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
+            total = total + c["q"] * q
     return total

@@ -127,7 +127,8 @@ print(json.dumps({
     "label's coefficient": compiled_function(
         label_coefficient_kernel(
             ("p", "plogp", "pD"),
-            ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio"), 0.5).kernel, small, {}),
+            ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio", "m_ref", "log_s_ref"),
+            0.5).kernel, small, {}),
 }))
 """
 

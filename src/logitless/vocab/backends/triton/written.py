@@ -92,7 +92,6 @@ FORMS = {
     "zeros_like": "tl.zeros_like({})",
     "ones_like": "tl.zeros_like({}) + 1.0",
     "isinf": "tl.abs({}) == float('inf')",
-    "isnan": "{0} != {0}",
     "sign": "signed({})",
 }
 
