@@ -245,6 +245,13 @@ def share_of_tail(logp: Array, tail_logprob: Array, xp: Any) -> Array:
     return xp.exp(logp - xp.where(tail_logprob == -math.inf, xp.zeros_like(tail_logprob), tail_logprob))
 
 
+def put_tail_label(totals: Totals, labels: Array, candidates: Array, xp: Any) -> None:
+    """The label's share of the tail into `totals`, 0 where it is a candidate; nothing without a tail or labels."""
+    if totals.tail_logprob is not None and labels is not None:
+        outside = (candidates != labels[:, None]).all(1)
+        totals.tail_label = xp.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, xp), 0.0)
+
+
 def _log_ratio(b: Array, direct: Array, xp: Any) -> Array:
     """L by log1p(b), which keeps its digits near 0, where b did not overflow; else the log-sum-exps' difference."""
     small = xp.log1p(xp.clip(b, -0.9, None))

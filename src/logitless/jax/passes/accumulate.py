@@ -16,7 +16,7 @@ from ...algebra.online_softmax import (
     difference,
     finish,
     merge,
-    share_of_tail,
+    put_tail_label,
     times,
 )
 from ...algebra.stats import label_shares, put_second_look, second_look
@@ -66,10 +66,7 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
         topk = jnp.where(topk[0] <= MASK, -jnp.inf, topk[0]), topk[1]
     if options.materialises:
         _second_look(chunk, totals, slices)
-    labels, candidates = chunk.labels, chunk.call.tokens.candidates
-    if "tail" in options.sums and labels is not None and candidates is not None:
-        outside = (candidates != labels[:, None]).all(1)
-        totals.tail_label = jnp.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, jnp), 0.0)
+    put_tail_label(totals, chunk.labels, chunk.call.tokens.candidates, jnp)
     return Accumulated(totals, topk, slices)
 
 

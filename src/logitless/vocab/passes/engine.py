@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price
-from ...algebra.online_softmax import Totals, share_of_tail, widen
+from ...algebra.online_softmax import Totals, put_tail_label, widen
 from ...algebra.stats import STATISTICS, looks_twice, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip, p_alone
 from ..backends.load import load
@@ -98,10 +98,7 @@ class Pass:
         if twice:
             self.backend.look_again(chunk, found.totals)
         found.totals.log_s_ref = shared  # the gradient's q are shares of what the reference gives to these entries
-        labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
-        if "tail" in chunk.sums and labels is not None and candidates is not None:
-            outside = (candidates != labels[:, None]).all(1)
-            totals.tail_label = torch.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, torch), 0.0)
+        put_tail_label(found.totals, chunk.inputs.labels, chunk.inputs.candidates, torch)
         return found
 
     def add_gradient(
