@@ -18,6 +18,18 @@ def same_shape(logprob: Tensor, /, **others: Tensor | None) -> None:
             )
 
 
+def check_record(
+    candidate_logits: Tensor, logsumexp: Tensor, tail_logprob: Tensor | None, name: str, weights: Tensor
+) -> None:
+    """Raise ShapeError where the weights at a record's ids, called `name`, are not one for each logit there."""
+    if candidate_logits.ndim == 0 or weights.shape != candidate_logits.shape:
+        expected, got = tuple(candidate_logits.shape), tuple(weights.shape)
+        raise ShapeError(f"{name} must have candidate_logits' shape (..., K), here {expected}, got {got}")
+    if weights.shape[-1] == 0:
+        raise ShapeError(f"candidate_logits must have K of 1 or more ids per token, got {tuple(weights.shape)}")
+    same_shape(candidate_logits[..., 0], logsumexp=logsumexp, tail_logprob=tail_logprob)
+
+
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - e^x) for x < 0, accurate at both ends; x = 0 counts as the nearest number below it."""
     x = x.clamp_max(-torch.finfo(x.dtype).tiny)

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
-from ._numbers import logprob_of_record, same_shape
+from ..errors import OptionError
+from ._numbers import check_record, logprob_of_record, same_shape
 
 
 def forward_kl(reverse_kl: Tensor, temperature: float = 1.0) -> Tensor:
@@ -134,7 +134,11 @@ def soft_targets(
     where the student is sure of them. Raises ShapeError, OptionError.
     Anshumann et al., "Sparse Logit Sampling", arXiv:2503.16870, on the bias.
     """
-    _check_sparse(candidate_logits, logsumexp, weights, tail, tail_logprob)
+    if tail not in ("bucket", "renormalise", "ignore"):
+        raise OptionError(f"tail must be 'bucket', 'renormalise' or 'ignore', got {tail!r}")
+    if tail == "bucket" and tail_logprob is None:
+        raise OptionError("tail='bucket' needs tail_logprob=stats.tail_logprob: add 'tail_logprob' to want")
+    check_record(candidate_logits, logsumexp, tail_logprob, "weights", weights)
     real = weights > 0
     if tail_logprob is None:
         logp = candidate_logits - logsumexp[..., None]
@@ -149,18 +153,3 @@ def soft_targets(
     left = (1.0 - weights.sum(-1)).clamp_min(0.0)
     # nothing but the record is possible: what rounding leaves of its weights is no outcome
     return inside - left * torch.where(tail_logprob.isneginf(), 0.0, tail_logprob)
-
-
-def _check_sparse(
-    candidate_logits: Tensor, logsumexp: Tensor, weights: Tensor, tail: str, tail_logprob: Tensor | None
-) -> None:
-    if tail not in ("bucket", "renormalise", "ignore"):
-        raise OptionError(f"tail must be 'bucket', 'renormalise' or 'ignore', got {tail!r}")
-    if tail == "bucket" and tail_logprob is None:
-        raise OptionError("tail='bucket' needs tail_logprob=stats.tail_logprob: add 'tail_logprob' to want")
-    if candidate_logits.ndim == 0 or weights.shape != candidate_logits.shape:
-        expected, got = tuple(candidate_logits.shape), tuple(weights.shape)
-        raise ShapeError(f"weights must have candidate_logits' shape (..., K), here {expected}, got {got}")
-    if weights.shape[-1] == 0:
-        raise ShapeError(f"candidate_logits must have K of 1 or more ids per token, got {tuple(weights.shape)}")
-    same_shape(candidate_logits[..., 0], logsumexp=logsumexp, tail_logprob=tail_logprob)

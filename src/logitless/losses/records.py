@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
-from ._numbers import logprob_of_record, same_shape
+from ..errors import OptionError
+from ._numbers import check_record, logprob_of_record, same_shape
 
 LEAST_TAIL = 1e-7  # of the teacher: what its fp32 weights leave of 1 has no digits below
 LEAST_SHARE = 1e-3  # of a tail whose inside is told from the whole divergence: three digits are left there
@@ -123,12 +123,7 @@ def tail_aware_kl(
 
 
 def _parts(candidate_logits: Tensor, logsumexp: Tensor, log_weights: Tensor, tail_logprob: Tensor) -> _Parts:
-    if candidate_logits.ndim == 0 or log_weights.shape != candidate_logits.shape:
-        expected, got = tuple(candidate_logits.shape), tuple(log_weights.shape)
-        raise ShapeError(f"log_weights must have candidate_logits' shape (..., K), here {expected}, got {got}")
-    if log_weights.shape[-1] == 0:
-        raise ShapeError(f"candidate_logits must have K of 1 or more ids per token, got {tuple(log_weights.shape)}")
-    same_shape(candidate_logits[..., 0], logsumexp=logsumexp, tail_logprob=tail_logprob)
+    check_record(candidate_logits, logsumexp, tail_logprob, "log_weights", log_weights)
     real = ~log_weights.isneginf()
     t = torch.where(real, log_weights, 0.0)
     s = torch.where(real, logprob_of_record(candidate_logits, logsumexp, real, tail_logprob), 0.0)
