@@ -139,6 +139,12 @@ STATISTICS: dict[str, Statistic] = {
 }
 
 
+def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
+    """The statistics that cross-entropy reads."""
+    lse = ("logsumexp",) if smoothing or z_loss else ()
+    return ("logprob", *lse, *(("mean_logit",) if smoothing else ()))
+
+
 def sums_of(want: Iterable[str]) -> frozenset[str]:
     """The running sums that the wanted statistics read."""
     return frozenset().union(*(STATISTICS[name].sums for name in want))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..algebra.options import check_cross_entropy, check_reduction
+from ..algebra.stats import cross_entropy_wants
 from .call import Call, Options
 from .head import LMHead
 from .mesh import varies, varying
@@ -29,8 +30,7 @@ class CrossEntropy:
     @property
     def want(self) -> tuple[str, ...]:
         """The statistics that it reads."""
-        lse = ("logsumexp",) if self.smoothing or self.z_loss else ()
-        return ("logprob", *lse, *(("mean_logit",) if self.smoothing else ()))
+        return cross_entropy_wants(self.smoothing, self.z_loss)
 
     def __call__(self, stats: Stats) -> Array:
         loss = -(1 - self.smoothing) * stats["logprob"]

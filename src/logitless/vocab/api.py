@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.options import check_cross_entropy, check_reduction
+from ..algebra.stats import cross_entropy_wants
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call import quack_support
 from .call.call import Call
@@ -38,7 +39,6 @@ from .passes.loss import (
     chunked_cross_entropy,
     chunked_loss,
     cross_entropy_of,
-    cross_entropy_wants,
     label_weights,
     loss_of_each,
     loss_over_sets,

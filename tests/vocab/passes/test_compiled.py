@@ -5,6 +5,7 @@ import torch
 
 import logitless as ll
 from logitless import relax
+from logitless.algebra.stats import cross_entropy_wants
 from logitless.errors import GradientError
 from logitless.sample import Noise
 from logitless.vocab.api import linear_cross_entropy, token_stats
@@ -12,7 +13,6 @@ from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.passes.compiled import _key, _packed
-from logitless.vocab.passes.loss import cross_entropy_wants
 from tests.support.vocab.comparing import EVERYTHING, Operands, operands
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -163,12 +163,6 @@ def label_weights(labels: Tensor, class_weights: Tensor, ignore_index: int) -> T
     return torch.where(labels == ignore_index, 0, found)
 
 
-def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
-    """The statistics that it reads."""
-    lse = ("logsumexp",) if smoothing or z_loss else ()
-    return ("logprob", *lse, *(("mean_logit",) if smoothing else ()))
-
-
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
 
