@@ -13,13 +13,14 @@ from torch import Tensor
 from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import OptionError
 from ..vocab.face import (
+    Call,
     LMHead,
     Noise,
     Ranks,
     VocabShard,
     best_of_all,
     check_logits,
-    explain,
+    flatten,
     full_precision,
     on_all,
 )
@@ -77,14 +78,13 @@ def expected_embedding(
     """
     draws = noise is not None or generator is not None
 
-    def arguments() -> Noise:
-        _check(hidden, head, embedding, temperature, memory_budget)
-        return _noise_of(hidden, noise, generator)
+    def arguments() -> tuple[Call, Noise]:
+        return _check(hidden, head, embedding, temperature, memory_budget), _noise_of(hidden, noise, generator)
 
-    some = on_all(head, arguments)
+    checked, some = on_all(head, arguments)
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     alike = f"expected_embedding draws={draws} {_alike(temperature, embedding)}"
-    agree(hidden, head, alike, some, draws and noise is None, memory_budget)
+    agree(checked, alike, some, draws and noise is None)
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)
     table = None if embedding is head.weight_tensor else embedding
     mixed = head.weight if table is None else table
@@ -99,12 +99,14 @@ def expected_embedding(
 
 def _check(
     hidden: Tensor, head: LMHead, embedding: Tensor | None, temperature: float, memory_budget: int | None
-) -> None:
-    explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
+) -> Call:
+    """The checked call."""
+    call = flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)
     if not is_temperature(temperature):
         raise OptionError(f"temperature: expected a number in {TEMPERATURES}, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
+    return call
 
 
 def _alike(temperature: float, embedding: Tensor | None) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
 from ..errors import ConfigError
 from ..vocab.face import (
+    Call,
     LMHead,
     Noise,
     QuantisedWeight,
@@ -19,7 +20,6 @@ from ..vocab.face import (
     agreed,
     compute_dtype,
     first_on_all,
-    flatten,
     lora_b_of,
     lora_hidden_of,
     place,
@@ -31,17 +31,16 @@ from .rows import rows_dot
 TILES = 24  # (tokens, width) buffers that live at once: 72 bytes per entry of noise, logits with their graph, weights
 
 
-def agree(hidden: Tensor, head: LMHead, alike: str, noise: Noise, drawn: bool, memory_budget: int | None) -> None:
+def agree(call: Call, alike: str, noise: Noise, drawn: bool) -> None:
     """Makes sure that the ranks which share a head, if it is split, make the same call. Raises RankError on all.
 
     alike: its options; drawn: the noise is each rank's own as yet, and the first rank's becomes that of all.
     """
-    if head.shard is None:
+    if call.shard is None:
         return
-    call = flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)
     agreed(replace(call, alike=f"{alike} noise={not drawn}"), *(() if drawn else noise))
     if drawn:
-        first_on_all(noise.seeds, head.shard)
+        first_on_all(noise.seeds, call.shard)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..algebra.options import whole_within
 from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import NotFiniteError, OptionError
-from ..vocab.face import LMHead, Noise, check_logits, explain, on_all, token_stats
+from ..vocab.face import Call, LMHead, Noise, check_logits, flatten, on_all, token_stats
 from .full import soft_whole
 from .terms import Terms, agree
 from .tokens import SoftTokens, check_table, soft_embedding
@@ -54,12 +54,12 @@ def gumbel_topk(
     for alignment: GRADE, arXiv 2601.11574.
     """
 
-    def arguments() -> Noise:
-        _check(hidden, head, tau, k, embeddings, memory_budget)
-        return Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+    def arguments() -> tuple[Call, Noise]:
+        call = _check(hidden, head, tau, k, embeddings, memory_budget)
+        return call, Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
 
-    some = on_all(head, arguments)
-    agree(hidden, head, f"gumbel_topk tau={tau} k={k} hard={hard}", some, noise is None, memory_budget)
+    call, some = on_all(head, arguments)
+    agree(call, f"gumbel_topk tau={tau} k={k} hard={hard}", some, noise is None)
     if k == 0:
         return soft_whole(hidden, head, float(tau), some, embeddings, hard, memory_budget)
     tokens = _soft_best(hidden, head, float(tau), k, hard, some, memory_budget)
@@ -105,8 +105,9 @@ def soft_at(
 
 def _check(
     hidden: Tensor, head: LMHead, tau: float, k: int, embeddings: tuple[Tensor, ...], memory_budget: int | None
-) -> None:
-    explain(hidden, head, want=("logsumexp",), memory_budget=memory_budget)  # checks its arguments, computes nothing
+) -> Call:
+    """The checked call."""
+    call = flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)
     if not is_temperature(tau):
         raise OptionError(
             f"tau: expected a number in {TEMPERATURES}, got {tau!r}; small ones are nearly hard, large ones flat"
@@ -127,3 +128,4 @@ def _check(
             f"hidden: expected finite numbers, got NaN or infinity in {wrong} of {finite.numel()} tokens; "
             "the model has diverged"
         )
+    return call
