@@ -10,7 +10,7 @@ from logitless.algebra.costs import traffic_of
 from logitless.errors import DeviceError
 from logitless.vocab.head.lm_head import place
 from logitless.vocab.passes.gradient import scatter_one_hots
-from logitless.vocab.ranks.agreement import _mark
+from logitless.vocab.ranks.agreement import FACTS, _mark
 from logitless.vocab.ranks.collectives import Ranks
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
@@ -74,6 +74,6 @@ def test_numbers_that_are_compared_may_lie_on_another_device():
 def test_what_leaves_a_rank():
     """Gathered bytes go to each of the others, of the rings that add up twice all but one part leaves each rank."""
     told = traffic_of(("logprob", "entropy"), 100, chunks=2, widths=(64, 8))
-    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 176 + 100 * 4 * 4, 100 * 72 * 4)
+    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 8 * FACTS + 100 * 4 * 4, 100 * 72 * 4)
     assert told.sent(4) == 3 * told.gathered + 2 * 3 * told.summed // 4
     assert told.sent(1) == 0

@@ -17,7 +17,22 @@ from ..head.shard import Layout, VocabShard
 from .collectives import Ranks
 
 ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
-FACTS, REFUSES = 22, 10  # numbers that a rank says of a call, and where it says that it cannot make it
+FIELDS = (  # whole numbers that a rank says of a call
+    "logitless",
+    "torch",
+    "offset",
+    "held",
+    "total",
+    "rows",
+    "width",
+    "options",
+    "tokens",
+    "valid",
+    "refuses",  # that it cannot make it
+    "labels",
+    "given",
+)
+FACTS = len(FIELDS) + 3 * 3  # with the three sums of each of ALIKE
 WORDS = 1024  # bytes of its reason
 PRIME = 2**31 - 1  # bits of round numbers are multiples of high powers of two, whose sums overflow to 0
 Value = TypeVar("Value")
@@ -57,7 +72,7 @@ class RankFacts:
     given: list[Tensor]  # temperatures, candidates, token_ids, noise
 
     def numbers(self) -> Tensor:  # (FACTS,)
-        """Whole numbers; floats as their bits."""
+        """FIELDS, and the sums of what ALIKE names, as their bits."""
         h = self.hidden.detach()
         own = sys.modules[__name__.partition(".")[0]].__version__
         whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
@@ -105,7 +120,7 @@ def on_all(head: Any, check: Callable[[], Value]) -> Value:
             raise
         ranks = Ranks(shard.process_group)
         refusal = torch.zeros(FACTS, dtype=torch.int64, device=head.weight.device)
-        refusal[REFUSES] = 1
+        refusal[FIELDS.index("refuses")] = 1
         ranks.gather(refusal)
         _refuse(ranks, head.weight.device, error)
 
@@ -137,34 +152,34 @@ def agree(facts: RankFacts) -> Layout:
     """Make sure that all ranks make the same call on shards that fit: one small collective, the same error on all."""
     ranks = Ranks(facts.shard.process_group)
     table = ranks.gather(facts.numbers())
-    reals = table[:, 13:].contiguous().view(torch.float64).tolist()
-    columns = list(zip(*table[:, :13].tolist(), strict=True))
-    if any(columns[REFUSES]):
+    reals = table[:, len(FIELDS) :].contiguous().view(torch.float64).tolist()
+    said = dict(zip(FIELDS, zip(*table[:, : len(FIELDS)].tolist(), strict=True), strict=True))
+    if any(said["refuses"]):
         _refuse(ranks, table.device, None)
     same: list[tuple[str, Any, str]] = [
-        ("version of logitless", [_named(x) for x in columns[0]], "install one version everywhere"),
-        ("version of torch", [_named(x) for x in columns[1]], "install one version everywhere"),
-        ("number of rows in all (total)", columns[4], "give each rank's VocabShard the same total"),
-        ("vocabulary", columns[5], "set vocab_size alike"),
-        ("hidden size", columns[6], "shard the head's rows, not its columns"),
-        ("options", columns[7], "make the same call on every rank"),
-        ("number of tokens", columns[8], SAME_TOKENS),
-        ("number of tokens that count", columns[9], SAME_TOKENS),
-        ("labels", columns[11], SAME_TOKENS),
-        (f"values of {GIVEN}", columns[12], SAME_VALUES),
+        ("version of logitless", [_named(x) for x in said["logitless"]], "install one version everywhere"),
+        ("version of torch", [_named(x) for x in said["torch"]], "install one version everywhere"),
+        ("number of rows in all (total)", said["total"], "give each rank's VocabShard the same total"),
+        ("vocabulary", said["rows"], "set vocab_size alike"),
+        ("hidden size", said["width"], "shard the head's rows, not its columns"),
+        ("options", said["options"], "make the same call on every rank"),
+        ("number of tokens", said["tokens"], SAME_TOKENS),
+        ("number of tokens that count", said["valid"], SAME_TOKENS),
+        ("labels", said["labels"], SAME_TOKENS),
+        (f"values of {GIVEN}", said["given"], SAME_VALUES),
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:
-            if values is columns[7]:
+            if name == "options":
                 values = _unlike(_told(ranks, table.device, facts.options))
             raise RankError(
                 f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
             )
-    _check_shards(columns[2], columns[3], facts.shard.total)
+    _check_shards(said["offset"], said["held"], facts.shard.total)
     for at, (name, hint) in enumerate(ALIKE.items()):
         _check_alike(name, hint, [row[3 * at : 3 * at + 3] for row in reals])
-    rows = [max(0, min(n, facts.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
-    return Layout(tuple(columns[2]), tuple(rows))
+    rows = [max(0, min(n, facts.rows - offset)) for offset, n in zip(said["offset"], said["held"], strict=True)]
+    return Layout(tuple(said["offset"]), tuple(rows))
 
 
 GIVEN = "temperature, candidates, token_ids, sampling_mask, class weights, noise and denominator"
