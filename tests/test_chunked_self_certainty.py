@@ -109,7 +109,7 @@ def test_memory_is_two_chunks_and_numbers_per_row(chunk_size, monkeypatch):
         (None, None, DtypeError, "logits must be a tensor of torch.float32 or .*, got NoneType"),
         (torch.zeros(()), None, ShapeError, r"logits must be \(..., V\)"),
         (torch.zeros(3, 0), None, ShapeError, r"at least one entry, got shape \(3, 0\)"),
-        (torch.zeros(3, 4), 0, OptionError, "chunk_size is a positive number of vocabulary entries, got 0"),
+        (torch.zeros(3, 4), 0, OptionError, "chunk_size: expected a whole number of at least 1, got 0"),
         (torch.zeros(3, 4), True, OptionError, "got True"),
         (torch.zeros(3, 4), 1.5, OptionError, "got 1.5"),
     ],

@@ -244,6 +244,8 @@ def test_errors_say_what_to_do():
     for options in (*sizes, {"method": "loop", "chunk_size": 2}):
         with pytest.raises(OptionError, match="chunk_size"):
             per_token_logps(logits, ids, **options)
+    two = (per_token_logps(logits, ids, method="chunked", chunk_size=size) for size in (2, torch.tensor(2)))
+    assert torch.equal(*two)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def two_that_share() -> list[ll.LMHead]:
     return [first, second, first]
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [0, 1, torch.tensor(2)])
 def test_the_documented_dense_equivalent_is_one(first):
     hiddens, labels = make_batch()
     head = make_head()
@@ -208,8 +208,9 @@ def test_what_does_not_fit_is_one_clear_line():
         multi_token_cross_entropy(hiddens, head, labels, position_ids=torch.arange(T))
     with pytest.raises(OptionError, match="weights: expected 3 finite numbers"):
         multi_token_cross_entropy(hiddens, head, labels, weights=(1.0, 2.0))
-    with pytest.raises(OptionError, match="first: expected how many tokens"):
-        multi_token_cross_entropy(hiddens, head, labels, first=-1)
+    for first in (-1, True, 1.0):
+        with pytest.raises(OptionError, match=f"first: expected a whole number of at least 0, got {first}"):
+            multi_token_cross_entropy(hiddens, head, labels, first=first)
     with pytest.raises(OptionError, match="denominator: expected a positive number"):
         multi_token_cross_entropy(hiddens, head, labels, denominator=0)
     with pytest.raises(LabelError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .algebra.online_softmax import Accumulation, merge
+from .algebra.options import whole_from
 from .errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
 from .upstream import check_upstream
 
@@ -52,6 +53,7 @@ def per_token_logps(
     OptionError.
     """
     _check(logits, input_ids, method, chunk_size)
+    chunk_size = None if chunk_size is None else whole_from("chunk_size", chunk_size, 1)
     needed = logits.numel() * _stat_dtype(logits).itemsize
     if input_ids.numel() == 0 or (method == "auto" and needed <= SMALL_BYTES):
         method = "dense"
@@ -143,8 +145,7 @@ def chunked_self_certainty(
     if chunk_size is None:
         rows = logits.numel() // logits.shape[-1]
         chunk_size = max(1, SMALL_BYTES // (2 * _stat_dtype(logits).itemsize * max(1, rows)))
-    if not _is_size(chunk_size):
-        raise OptionError(f"chunk_size is a positive number of vocabulary entries, got {chunk_size!r}")
+    chunk_size = whole_from("chunk_size", chunk_size, 1)
     if logits.ndim == 1:
         return _SelfCertainty.apply(logits[None], chunk_size)[0]  # pyright: ignore[reportOptionalSubscript]
     return _SelfCertainty.apply(logits, chunk_size)  # pyright: ignore[reportReturnType]
@@ -198,8 +199,8 @@ def _stat_dtype(logits: Tensor) -> torch.dtype:
 def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> None:
     if method not in ("auto", "dense", "loop", "chunked", "recompute"):
         raise OptionError(f"method must be auto, dense, loop, chunked or recompute, got {method!r}")
-    if chunk_size is not None and (method != "chunked" or not _is_size(chunk_size)):
-        raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size!r}")
+    if chunk_size is not None and method != "chunked":
+        raise OptionError(f"chunk_size: expected none beside method={method!r}, got {chunk_size!r}; leave it out")
     _check_tensor("logits", logits, *FLOATING)
     _check_tensor("input_ids", ids, torch.int64)
     if logits.ndim == 0 or ids.shape != logits.shape[:-1]:
@@ -216,10 +217,6 @@ def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> 
                 f"input_ids must be in [0, {logits.shape[-1]}), got {low if low < 0 else high}: "
                 "replace padding such as -100 by any id, and mask its result"
             )
-
-
-def _is_size(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
 def _check_tensor(name: str, x: object, *dtypes: torch.dtype) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .algebra.options import whole_from
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
 from .vocab.face import LMHead, Options, TokenStats, compute_dtype, divisor_of, dtype_of, of_integers, token_loss
@@ -63,7 +64,7 @@ def multi_token_cross_entropy(
     Memory: slices within the budget, the gradients, and a copy of hidden states that come one by one and share a head.
     Gloeckle et al., arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437; Medusa, arXiv 2401.10774.
     """
-    heads = _checked(hiddens, head, labels, position_ids, first)
+    heads, first = _checked(hiddens, head, labels, position_ids), whole_from("first", first, 0)
     options: Options = {"ignore_index": ignore_index, "memory_budget": memory_budget, "backend": backend}
     like = {"dtype": max((compute_dtype(x) for x in hiddens), key=lambda x: x.itemsize), "device": hiddens[0].device}
     factors = torch.tensor(_factors(weights, len(heads)), **like)
@@ -131,7 +132,6 @@ def _checked(
     head: LMHead | Sequence[LMHead],
     labels: Tensor,
     position_ids: Tensor | None,
-    first: int,
 ) -> list[LMHead]:
     """The head of each depth."""
     k = len(hiddens)
@@ -155,8 +155,6 @@ def _checked(
     if position_ids is not None and position_ids.shape != labels.shape:
         got = f"{tuple(position_ids.shape)}, labels {tuple(labels.shape)}"
         raise ShapeError(f"position_ids: expected labels' shape, got {got}; expand them")
-    if not isinstance(first, int) or first < 0:
-        raise OptionError(f"first: expected how many tokens further on depth 0 predicts, 1 for the next, got {first!r}")
     return heads
 
 

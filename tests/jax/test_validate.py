@@ -120,6 +120,7 @@ def of_z_loss(x):
         (OptionError, "seeds of 64 bits", lambda: draw(Noise(2**64, 0))),
         (OptionError, "whole numbers in a tuple", lambda: draw(NOISE, forbidden=3)),
         (OptionError, "whole numbers in a tuple", lambda: draw(NOISE, forbidden=(1.7,))),
+        (OptionError, "whole numbers in a tuple", lambda: draw(NOISE, forbidden=(True,))),
         (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
         (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
     ],

@@ -159,12 +159,14 @@ def test_bad_input_is_refused():
         ({"steps": 0}, "steps: expected a whole number of at least 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number of at least 1, got 2.5"),
         ({"steps": 2, "carry": "magic"}, "carry: expected one of"),
-        ({"steps": 2, "most_sweeps": -1}, "most_sweeps: expected"),
+        *(({"steps": 2, "most_sweeps": x}, f"most_sweeps: expected a whole .* 0, got {x!r}") for x in (-1, 1.5, "a")),
+        *(({"steps": 2, "end": x}, f"end: expected a whole number of at least 0, got {x!r}") for x in (-1, True, "a")),
         ({"steps": 2, "tolerance": math.nan}, "tolerance: expected a share of the gradient, 0 or more, got nan"),
         ({"steps": 2, "tolerance": "1e-6"}, "tolerance: expected a share"),
     ):
         with pytest.raises(OptionError, match=words):
             Sampling(**wrong)
+    assert repr(Sampling(torch.tensor(T), end=torch.tensor(3))) == repr(Sampling(T, end=3))
     with pytest.raises(OptionError, match="k: expected a whole number"):
         generate(model.reader(), prompts, mask, seeds, Sampling(T, k=V + 1))
     with pytest.raises(OptionError, match="tau: expected"):

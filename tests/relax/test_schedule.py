@@ -47,7 +47,10 @@ def test_a_temperature_that_stays_is_the_same_at_each_step(shape):
 
 def test_what_is_refused():
     refused(OptionError, lambda: relax.anneal(0, 10, shape="step"), "linear, exponential, cosine", "'step'")
-    refused(OptionError, lambda: relax.anneal(-1, 10), "step >= 0", "step -1 of 10")
-    refused(OptionError, lambda: relax.anneal(0, 0), "steps >= 1", "0 of 0")
+    refused(OptionError, lambda: relax.anneal(-1, 10), "step: expected a whole number of at least 0", "got -1")
+    for steps in (0, 1.5, float("nan"), True):
+        refused(
+            OptionError, lambda n=steps: relax.anneal(0, n), "steps: expected a whole", "at least 1", f"got {steps}"
+        )
     for end in (0.0, -1.0, float("nan"), float("inf")):
         refused(OptionError, lambda end=end: relax.anneal(0, 10, end=end), "end: expected a positive temperature")

@@ -39,6 +39,14 @@ def whole_within(name: str, x: object, least: int, most: int, said: str = "the v
     return number
 
 
+def whole_from(name: str, x: object, least: int) -> int:
+    """The whole number, or an OptionError where it is none, or less than `least`."""
+    number = whole(x)
+    if number is None or number < least:
+        raise OptionError(f"{name}: expected a whole number of at least {least}, got {x!r}")
+    return number
+
+
 def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candidates: bool = False) -> tuple[str, ...]:
     """The statistics' names, each once; `labels`, `reference` and `candidates` say whether the call has them."""
     if isinstance(want, str):
@@ -67,14 +75,15 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
     if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
         got = f"{jsd_beta!r}; at the ends use kl or reverse_kl"
         raise OptionError(f"jsd_beta: expected 0 < beta < 1, a number of Python's, got {got}")
-    if memory_budget is not None and not (isinstance(memory_budget, Real) and 1 <= memory_budget < math.inf):
+    number = isinstance(memory_budget, Real) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not (number and 1 <= memory_budget < math.inf):
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
 
 
 def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
     """Raise OptionError for an ignore_index that no label can be."""
-    most, whole = 2 ** (bits - 1), isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
-    if not whole or not -most <= ignore_index < most:
+    most, number = 2 ** (bits - 1), isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
+    if not number or not -most <= ignore_index < most:
         raise OptionError(f"ignore_index: expected an integer of {bits} bits, got {ignore_index!r}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from operator import index
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.options import whole_within
+from ..algebra.options import whole, whole_within
 from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_drawing_temperature
 from ..errors import DtypeError, NotFiniteError, OptionError
 from .call import Call, Options
@@ -113,15 +112,17 @@ def _sample(rules: Rules | None, keep: int, call: Call, temperature: Array, keys
 
 def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     try:
-        ids = tuple(map(index, ids))
-    except TypeError:
-        expected = "whole numbers in a tuple, known before tracing"
-        raise OptionError(f"forbidden: expected {expected}, got {ids!r}") from None
-    wrong = [i for i in ids if not 0 <= i < vocab_size]
-    if wrong or len(set(ids)) >= vocab_size:
+        found = [whole(i) for i in ids]
+    except TypeError:  # of what holds none
+        found = [None]
+    numbers = tuple(i for i in found if i is not None)
+    if len(numbers) < len(found):
+        raise OptionError(f"forbidden: expected whole numbers in a tuple, known before tracing, got {ids!r}")
+    wrong = [i for i in numbers if not 0 <= i < vocab_size]
+    if wrong or len(set(numbers)) >= vocab_size:
         got = wrong[0] if wrong else "all of them"
         raise OptionError(f"forbidden: expected some of the ids 0..{vocab_size - 1}, got {got}")
-    return ids
+    return numbers
 
 
 def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..algebra.options import whole_from
 from ..errors import OptionError, ShapeError
 from ..vocab.face import LMHead, Noise
 from .carry import Carried
@@ -69,10 +70,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.carry not in CARRIES:
             raise OptionError(f"carry: expected one of {', '.join(CARRIES)}, got {self.carry!r}")
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise OptionError(f"steps: expected a whole number of at least 1, got {self.steps!r}")
-        if self.most_sweeps is not None and self.most_sweeps < 0:
-            raise OptionError(f"most_sweeps: expected 0 or more, got {self.most_sweeps}")
+        object.__setattr__(self, "steps", whole_from("steps", self.steps, 1))
+        for name, number in (("end", self.end), ("most_sweeps", self.most_sweeps)):
+            if number is not None:
+                object.__setattr__(self, name, whole_from(name, number, 0))
         if not (isinstance(self.tolerance, Real) and self.tolerance >= 0):
             raise OptionError(f"tolerance: expected a share of the gradient, 0 or more, got {self.tolerance!r}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..algebra.options import whole_from
 from ..errors import OptionError
 
 SHAPES = ("linear", "exponential", "cosine")
@@ -22,8 +23,7 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
     """
     if shape not in SHAPES:
         raise OptionError(f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
-    if steps < 1 or step < 0:
-        raise OptionError(f"anneal: expected step >= 0 of steps >= 1, got step {step} of {steps}")
+    step, steps = whole_from("step", step, 0), whole_from("steps", steps, 1)
     for name, value in (("start", start), ("end", end)):
         if not 0 < value < math.inf:
             raise OptionError(f"{name}: expected a positive temperature, got {value}")

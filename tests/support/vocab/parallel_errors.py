@@ -244,7 +244,8 @@ def bad_shards(group: Any) -> None:
         refused(group, lambda: ll.LMHead(tall, torch.ones(V)), "bias must be a DTensor", kind=ConfigError)
     refused(group, lambda: shard(None, 0, V), "a process group that this rank is in", kind=ConfigError)
     refused(group, lambda: shard(group, 0, V, dim="tp"), "dimension 'tp'", "no named dimension", kind=ConfigError)
-    refused(group, lambda: shard(group, -1, V), "offset must be a number of rows", kind=OptionError)
+    refused(group, lambda: shard(group, -1, V), "offset: expected a whole number of at least 0", kind=OptionError)
+    assert shard(group, torch.tensor(0), V).offset is shard(group, 0, V).offset
     refused(group, lambda: ll.LMHead(local[:1], shard=shard(group, V, V)), "from row 11 on", kind=ShapeError)
     whole = ll.LMHead(torch.randn(V, H))
     hidden = torch.ones(N, H)

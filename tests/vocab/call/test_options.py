@@ -158,7 +158,7 @@ def test_jsd_beta(got):
     refused_everywhere(OptionError, ("jsd_beta: expected 0 < beta < 1", f"got {got!r}"), jsd_beta=got)
 
 
-@pytest.mark.parametrize("got", [0, -1, NAN])
+@pytest.mark.parametrize("got", [0, -1, NAN, True])
 def test_memory_budget(got):
     fragments = ("memory_budget: expected a positive number of bytes or None", f"got {got}")
     refused_everywhere(OptionError, fragments, memory_budget=got)

@@ -382,7 +382,8 @@ def test_other_refusals():
         with pytest.raises(OptionError, match="bound must be"):
             SparseBackward(wrong)
     for wrong in (0, 2.5, True):
-        with pytest.raises(OptionError, match="width must be"):
+        with pytest.raises(OptionError, match="width: expected a whole number of at least 1"):
             SparseBackward(0.1, wrong)
+    assert repr(SparseBackward(0.1, torch.tensor(8))) == repr(SparseBackward(0.1, 8))
     with pytest.raises(OptionError, match="sparse must be a SparseBackward"):
         ll.LMHead(ops.weight, sparse=0.1)

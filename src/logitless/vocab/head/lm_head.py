@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...algebra.options import whole
+from ...algebra.options import whole_within
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
@@ -69,7 +69,8 @@ class LMHead:
         _check_bias(self.bias, self.weight)
         _check_adapters(self.adapters, self.weight)
         if self.vocab_size is not None:
-            object.__setattr__(self, "vocab_size", _check_vocab_size(self.vocab_size, self.padded_rows))
+            size = whole_within("LMHead: vocab_size", self.vocab_size, 1, self.padded_rows, "weight's rows")
+            object.__setattr__(self, "vocab_size", size)
         if not isinstance(self.scale, Real) or not -math.inf < float(self.scale) < math.inf:
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
@@ -198,14 +199,6 @@ def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
             f"LMHead: weight has {weight.shape[0]} rows from row {shard.offset} on, expected at most {shard.total} on "
             "all ranks; give VocabShard the offset of this rank's first row and the total"
         )
-
-
-def _check_vocab_size(size: Any, rows: int) -> int:
-    """The number of rows, also of a numpy number or a tensor of one."""
-    number = whole(size)
-    if number is None or not 1 <= number <= rows:
-        raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size!r}")
-    return number
 
 
 def _check_bias(bias: Tensor | None, weight: Weight) -> None:

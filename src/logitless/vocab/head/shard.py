@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, OptionError
+from ...algebra.options import whole_from
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,8 +57,7 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         for name, x in (("offset", self.offset), ("total", self.total)):
-            if isinstance(x, bool) or not isinstance(x, int) or x < 0:
-                raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
+            object.__setattr__(self, name, whole_from(f"VocabShard: {name}", x, 0))
         object.__setattr__(self, "process_group", process_group("VocabShard", self.group, self.dim))
 
     def agreed(self, layout: Layout) -> VocabShard:

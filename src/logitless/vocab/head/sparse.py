@@ -7,6 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ...algebra.options import whole_from
 from ...errors import OptionError
 
 BOUNDED = frozenset({"p", "plogp", "p2"})  # bases of the gradient that the fold can bound slice by slice
@@ -50,9 +51,7 @@ class SparseBackward:
     def __init__(self, bound: float, width: int = 2048) -> None:
         if isinstance(bound, bool) or not isinstance(bound, Real) or not 0 <= bound < 1:
             raise OptionError(f"SparseBackward: bound must be a share of a token's mass, 0 ≤ bound < 1, got {bound}")
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise OptionError(f"SparseBackward: width must be a whole number of entries, at least 1, got {width}")
-        self.bound, self.width = float(bound), width
+        self.bound, self.width = float(bound), whole_from("SparseBackward: width", width, 1)
         self._parts: list[tuple[Tensor, Tensor]] = []  # of each chunk: largest mass, error
         self._computed = self._pairs = 0  # (token, entry) pairs
 
