@@ -130,11 +130,12 @@ def test_a_hook_calls_the_model_again():
         torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_set_after_install_is_refused():
+@pytest.mark.parametrize("bind", [lambda loss: loss, functools.partial], ids=["a function", "a partial"])
+def test_a_loss_set_after_install_is_refused(bind):
     model, ids = build(), data()[0]["input_ids"][None]
     logitless.install(model)
     before = model(ids, labels=ids).loss
-    model.loss_function = lambda logits, labels, **_: logits.sum() * 0
+    model.loss_function = bind(lambda logits, labels, **_: logits.sum() * 0)
     with pytest.raises(ConfigError, match="expected transformers' ForCausalLMLoss") as caught:
         model(ids, labels=ids)
     assert "\n" not in str(caught.value)

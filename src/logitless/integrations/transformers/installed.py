@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,26 +133,131 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
     with alone(model), capturing_hidden(model, probed=True) as seen:
         seen.of_loss = True
-        full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
+        call = LossCall(model, state, dense, given, seen)
+        full = call.masked() if state.masked else call.causal()
     output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
     return output if as_dict else output.to_tuple()
 
 
-def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
-    """The output of a model that calls its loss function."""
-    if state.lent:
-        return _smoothed(model, state, dense, given, seen)
-    own = model.__dict__.get("_loss_function")  # set after `install`, or ours, where a hook calls the model again
-    if own is not None and not isinstance(own, functools.partial):
-        check_loss(model)
-    with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
-        full = dense(**given, return_dict=True)
-    if not seen.gave_loss:
-        raise ConfigError(
-            f"{type(model).__name__} returned a loss without a call of its loss function, expected one for labels: use "
-            "linear_cross_entropy"
-        )
-    return full
+@dataclass
+class LossCall:
+    """One forward of a model with labels, whose loss is made of the hidden states `seen` at its head."""
+
+    model: Any
+    state: Installed
+    dense: Callable[..., Any]
+    given: dict[str, Any]
+    seen: HiddenCapture
+
+    def causal(self) -> Any:
+        """The output of a model that calls its loss function."""
+        model = self.model
+        if self.state.lent:
+            return self._smoothed()
+        own = model.__dict__.get("_loss_function")  # set after `install`, or ours, where a hook calls the model again
+        if own is not None and not isinstance(getattr(own, "__self__", None), LossCall):
+            check_loss(model)
+        with replaced(model, "_loss_function", self.loss_function):
+            full = self.dense(**self.given, return_dict=True)
+        if not self.seen.gave_loss:
+            raise ConfigError(
+                f"{type(model).__name__} returned a loss without a call of its loss function, expected one for labels: "
+                "use linear_cross_entropy"
+            )
+        return full
+
+    def _smoothed(self) -> Any:
+        """The output of a model that is not shown labels and adds nothing to the loss: a smoother sees logits alone."""
+        labels = self.given.pop("labels")
+        full = self.dense(**self.given, return_dict=True)
+        more: dict[str, Any] = {name: self.given.get(name) for name in ("num_items_in_batch", "shift_labels")}
+        full["loss"] = self.loss_function(full.logits, labels, **more)
+        return full
+
+    def masked(self) -> Any:
+        """The output of a masked language model, which is not shown its labels."""
+        state, items = self.state, self.given.get("num_items_in_batch")
+        targets = targets_of(self.model, self.given.pop("labels"))
+        full = self.dense(**self.given, return_dict=True)
+        check_counts(targets, IGNORED, items)
+        mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
+        loss = self._loss(full.logits, targets, IGNORED, items, mean)
+        full["loss"] = or_empty(loss, targets, IGNORED, items, state.empty)
+        return full
+
+    def loss_function(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
+        self.seen.gave_loss = True
+        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        part = shift_labels is not None  # shifted before: so that sequences could be cut
+        if not part and self.state.empty is None:
+            check_counts(targets, ignore_index, num_items_in_batch)
+        further = attached(self.model)
+        if further is None:
+            loss = self._loss(logits, targets, ignore_index, num_items_in_batch)
+        else:
+            first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
+            options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
+            loss = self._with_further(logits, further, targets, labels, first, options)
+        return loss if part else or_empty(loss, targets, ignore_index, num_items_in_batch, self.state.empty)
+
+    def _with_further(
+        self, logits: Tensor, further: MultiToken, targets: Tensor, labels: Tensor, first: int, options: dict[str, Any]
+    ) -> Tensor:
+        """The model's cross-entropy and those of the depths beyond; first: how far labels lie from what it predicts."""
+        own = [self.seen.hidden()] if further.main_weight else []
+        weights = (further.main_weight,) * len(own) + further.weights
+
+        def compute(
+            head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None, hidden: Tensor, targets: Tensor
+        ) -> Tensor:
+            verify(self.model, head, self.seen.probe, logits)
+            observe(self.model, head, hidden, targets)
+            heads = [head] * len(own) + further.heads(head)
+            at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": self.state.budget}
+            found = multi_token_cross_entropy(hiddens, heads, labels, weights=weights, **at, **options)
+            further.each = found.each
+            return found.loss
+
+        ids, places = text_of(self.given)
+        self.state.watch.before()
+        hiddens = torch.stack([*own, *further.depths(self.seen.hidden(), ids, places)])
+        loss = through_head(self.model, compute, hiddens, labels, places, self.seen.hidden(), targets)
+        self.state.watch.after(loss)
+        return loss
+
+    def _loss(
+        self, logits: Tensor, targets: Tensor, ignore_index: int, items: Tensor | int | None, mean: bool = False
+    ) -> Tensor:
+        """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
+        self.state.watch.before()
+        denominator = None if mean else _denominator(items)
+
+        def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
+            verify(self.model, head, self.seen.probe, logits)
+            observe(self.model, head, hidden, targets)
+            return linear_cross_entropy(
+                hidden,
+                head,
+                targets,
+                ignore_index=ignore_index,
+                label_smoothing=self.state.smoothing,
+                denominator=denominator,
+                memory_budget=self.state.budget,
+            )
+
+        loss = through_head(self.model, compute, self.seen.hidden(), targets)
+        self.state.watch.after(loss)
+        return loss
 
 
 def check_loss(model: Any) -> None:
@@ -163,124 +268,6 @@ def check_loss(model: Any) -> None:
         name = type(model).__name__
         own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
-
-
-def _smoothed(
-    model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture
-) -> Any:
-    """The output of a model that is not shown its labels and adds nothing to the loss: a smoother sees logits alone."""
-    labels = given.pop("labels")
-    full = dense(**given, return_dict=True)
-    more: dict[str, Any] = {name: given.get(name) for name in ("num_items_in_batch", "shift_labels")}
-    full["loss"] = _causal_loss(model, state, seen, given, full.logits, labels, **more)
-    return full
-
-
-def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
-    """The output of a masked language model, which is not shown its labels."""
-    targets, items = targets_of(model, given.pop("labels")), given.get("num_items_in_batch")
-    full = dense(**given, return_dict=True)
-    check_counts(targets, IGNORED, items)
-    mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
-    loss = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
-    full["loss"] = or_empty(loss, targets, IGNORED, items, state.empty)
-    return full
-
-
-def _causal_loss(
-    model: Any,
-    state: Installed,
-    seen: HiddenCapture,
-    given: Mapping[str, Any],
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int | None = None,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = IGNORED,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
-    seen.gave_loss = True
-    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-    part = shift_labels is not None  # shifted before: so that sequences could be cut
-    if not part and state.empty is None:
-        check_counts(targets, ignore_index, num_items_in_batch)
-    further = attached(model)
-    if further is None:
-        loss = _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
-    else:
-        first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
-        options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
-        loss = _with_further(model, state, seen, logits, further, text_of(given), targets, labels, first, options)
-    return loss if part else or_empty(loss, targets, ignore_index, num_items_in_batch, state.empty)
-
-
-def _with_further(
-    model: Any,
-    state: Installed,
-    seen: HiddenCapture,
-    logits: Tensor,
-    further: MultiToken,
-    text: tuple[Tensor, Tensor | None],
-    targets: Tensor,
-    labels: Tensor,
-    first: int,
-    options: dict[str, Any],
-) -> Tensor:
-    """The model's own cross-entropy and those of the depths beyond; first: how far labels lie from what it predicts."""
-    own = [seen.hidden()] if further.main_weight else []
-    weights = (further.main_weight,) * len(own) + further.weights
-
-    def compute(
-        head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None, hidden: Tensor, targets: Tensor
-    ) -> Tensor:
-        verify(model, head, seen.probe, logits)
-        observe(model, head, hidden, targets)
-        heads = [head] * len(own) + further.heads(head)
-        at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": state.budget}
-        found = multi_token_cross_entropy(hiddens, heads, labels, weights=weights, **at, **options)
-        further.each = found.each
-        return found.loss
-
-    state.watch.before()
-    ids, places = text
-    hiddens = torch.stack([*own, *further.depths(seen.hidden(), ids, places)])
-    loss = through_head(model, compute, hiddens, labels, places, seen.hidden(), targets)
-    state.watch.after(loss)
-    return loss
-
-
-def _loss(
-    model: Any,
-    state: Installed,
-    seen: HiddenCapture,
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    items: Tensor | int | None,
-    mean: bool = False,
-) -> Tensor:
-    """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
-    state.watch.before()
-    denominator = None if mean else _denominator(items)
-
-    def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
-        verify(model, head, seen.probe, logits)
-        observe(model, head, hidden, targets)
-        return linear_cross_entropy(
-            hidden,
-            head,
-            targets,
-            ignore_index=ignore_index,
-            label_smoothing=state.smoothing,
-            denominator=denominator,
-            memory_budget=state.budget,
-        )
-
-    loss = through_head(model, compute, seen.hidden(), targets)
-    state.watch.after(loss)
-    return loss
 
 
 def _denominator(items: Tensor | float | None) -> Tensor | float | None:
