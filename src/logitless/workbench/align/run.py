@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
-from transformers import PrinterCallback
 
 from ...errors import ConfigError, DataError, NotFiniteError
 from ...integrations.trl.trainers import install
@@ -24,13 +23,12 @@ from ..common.files import read_lines, write_json
 from ..common.say import say
 from ..common.written import METRICS_FILE, ROWS_FILE, SUMMARY_FILE
 from ..runs import examples
-from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
+from ..runs.callbacks import Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.ranks import first, lost
-from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import as_begun, claim, ranks_at_start, record
-from ..runs.trackers import explain_failures
+from ..runs.steps import taking_steps
 from ..runs.trainer import on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
@@ -171,51 +169,41 @@ def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextToke
 def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
     config, place, arguments = parts.config, parts.place, trainer.args
-    found = last_checkpoint(place)
+    checkpoint, step = last_checkpoint(place) or (None, 0)
     per_step = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
-    records = Records(place / METRICS_FILE, per_step, found[0] if found else None, every_metric=True)
+    records = Records(place / METRICS_FILE, per_step, checkpoint, every_metric=True)
     held_out = HeldOutRows(trainer.evaluate, records)
     trainer._total_train_tokens = records.tokens  # which TRL counts for pairs, and keeps in no checkpoint
-    bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
-    alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
-    after = AfterLastStep(held_out.conclude)
     longest = config.completion_length
     if not config.kind.rollouts:
         longest = longest_pair(trainer.train_dataset)
         longest_of_all = max(longest, longest_pair(trainer.eval_dataset))
         check_pairs(config, longest_of_all, steady_reach(trainer.model.config))
-    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, longest), after]
-    explain_failures(trainer, config.report_to)
-    for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
-        trainer.add_callback(callback)
-    trainer.remove_callback(PrinterCallback)
-    refuse_incomplete(trainer)
-    began = guard_loading(trainer, found[0]) if found else None
-    if began and config.kind.rollouts:
-        after_epochs(trainer, int(began.epoch))
-    if alone:
-        _examples(parts, trainer, "before")
-    with bar, stop if alone else nullcontext():
-        if found and began and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
-            trainer._load_from_checkpoint(str(found[0]))
-            trainer._load_rng_state(str(found[0]))  # held-out completions are sampled
+    trainer.callback_handler.callbacks.insert(0, MemoryMetrics(dense, longest))
+    _examples(parts, trainer, "before")
+    bar = AlignProgress(records, parts.console)
+    with taking_steps(trainer, place, config.report_to, checkpoint, held_out, bar) as began:
+        if began and config.kind.rollouts:
+            after_epochs(trainer, int(began.epoch))
+        if step >= config.max_steps:  # killed between its last checkpoint and its summary
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer._load_rng_state(str(checkpoint))  # held-out completions are sampled
             trainer.state = began
             records.rewrite(arguments)
             arguments.report_to = []  # the trackers' run has ended
-            held_out.conclude(arguments, found[1])
+            held_out.conclude(arguments, step)
         else:
-            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked:
-        raise KeyboardInterrupt
-    if alone:
-        _examples(parts, trainer, "after")
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    _examples(parts, trainer, "after")
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
 def _examples(parts: Alignment, trainer: Any, when: str) -> None:
-    """Completions of the first held-out prompts, on one device, where the model is whole."""
+    """Completions of the first held-out prompts, on one device alone, where the model is whole."""
+    if trainer.args.world_size > 1:
+        return
     config, tokenizer = parts.config, parts.tokenizer
     prompts = [row["prompt"] for row in parts.held_out[: examples.COUNT]]
     ids, length = prompt_ids(prompts, tokenizer), config.completion_length

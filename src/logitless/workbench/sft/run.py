@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from accelerate import PartialState
 from rich.console import Console
-from transformers import PrinterCallback, Trainer
+from transformers import Trainer
 
 from ...algebra.costs import logits_bytes
 from ...errors import OptionError
@@ -30,14 +29,14 @@ from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
 from ..common.written import METRICS_FILE, SUMMARY_FILE, TOKENS_FILE
-from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
+from ..runs.callbacks import HeldOut, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
-from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import claim, name_of, ranks_at_start, record
-from ..runs.trackers import check_tracker, explain_failures, project
+from ..runs.steps import taking_steps
+from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
@@ -194,7 +193,7 @@ def _step_memory(parts: Run) -> dict[str, Any]:
 def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
     config, place, layout, teacher = parts.config, parts.place, parts.layout, parts.teacher
-    found = last_checkpoint(place)
+    checkpoint, step = last_checkpoint(place) or (None, 0)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
     told: dict[str, Any] = {"report_to": config.report_to, "run_name": place.name, "project": project(config.report_to)}
@@ -203,34 +202,24 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
     batch_of = _batches(layout, mesh, model)
-    records = Records(place / METRICS_FILE, rows * config.context_length, found[0] if found else None)
+    records = Records(place / METRICS_FILE, rows * config.context_length, checkpoint)
     held_out = HeldOut(parts.held_out, config.batch_size, records, batch_of)
-    bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
-    alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
-    trainer = _trainer_for(parts, mesh, found)(
+    trainer = _trainer_for(parts, mesh, checkpoint)(
         model=model,
         args=given,
         train_dataset=parts.train if teacher is None else TaughtRows(parts.train),
         data_collator=batch_of if teacher is None else teacher.batch,
         processing_class=parts.tokenizer.saved,
-        callbacks=[records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)],
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.callback_handler.callbacks.insert(0, AfterLastStep(held_out.conclude))
-    explain_failures(trainer, config.report_to)
-    refuse_incomplete(trainer)
-    with bar, stop if alone else nullcontext():
-        if found:
-            guard_loading(trainer, found[0])
-        if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
-            trainer._load_from_checkpoint(str(found[0]))
+    bar = ProgressBar(records, parts.console)
+    with taking_steps(trainer, place, config.report_to, checkpoint, held_out, bar):
+        if step >= config.max_steps:  # killed between its last checkpoint and its summary
+            trainer._load_from_checkpoint(str(checkpoint))
             records.rewrite(given)
-            held_out.conclude(given, found[1], model.to(given.device))
+            held_out.conclude(given, step, model.to(given.device))
         else:
             held_out.send = trainer.log
-            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked:
-        raise KeyboardInterrupt
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if isinstance(trainer, ShardedTrainer):
         return trainer.whole_weights()
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -246,12 +235,12 @@ def _batches(layout: Layout, mesh: Any, model: Any) -> Collate:
     return lambda rows: part.cut(collate(rows))
 
 
-def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
+def _trainer_for(parts: Run, mesh: Any, checkpoint: Path | None) -> Callable[..., Trainer]:
     """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
     layout = parts.layout
-    sharded = found is not None and any((found[0] / STATE).glob("*"))
+    sharded = checkpoint is not None and any((checkpoint / STATE).glob("*"))
     shares = not layout.whole or layout.sharing > 1
-    if found is not None and not sharded and shares:
+    if checkpoint is not None and not sharded and shares:
         raise OptionError(
             f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
             "--sharding fsdp2, --tensor-parallel and --context-parallel"
