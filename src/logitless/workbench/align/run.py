@@ -29,7 +29,7 @@ from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.ranks import first, lost
 from ..runs.rundir import as_begun, claim, ranks_at_start, record
 from ..runs.steps import taking_steps
-from ..runs.trainer import on_processors, quiet, save_model
+from ..runs.trainer import model_facts, on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
@@ -217,9 +217,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     model = trainer.accelerator.unwrap_model(trainer.model)
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")  # TRL's copy of the adapters as they began
-    parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
+    facts = model_facts(model)
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
     records = read_lines(place / METRICS_FILE)
     plot(place / "align.png", config.method, records)
@@ -231,11 +229,9 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "model": config.model,
         "data": config.data_name,
         "rows": {"train": len(parts.train), "held_out": len(parts.held_out)},
-        "parameters": parameters,
-        "trainable_parameters": trainable,
+        **facts,
         "vocab_size": model.config.get_text_config().vocab_size,
         "device": str(model.device),
-        "dtype": dtype,
         "learning_rate": config.rate,
         "beta": config.kl_weight,
         "exact_kl": config.exact_kl,

@@ -29,7 +29,7 @@ from ..runs import examples
 from ..runs.ending import explained, whence
 from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
-from ..runs.trainer import save_model
+from ..runs.trainer import model_facts, save_model
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
@@ -227,9 +227,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     _examples(state, "after")
     memory = before.pop("memory_bytes", None)
     trained = _trained(state.records)
-    trainable = sum(p.numel() for p in state.trainable)
-    parameters = sum(p.numel() for p in model.parameters())
-    dtype = str(model.dtype).removeprefix("torch.")
+    facts = model_facts(model)
     save_model(place, state.tokenizer, config.lora_rank, model, None)
     summary = {
         "schema": SCHEMA,
@@ -238,11 +236,9 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         **named_reward(config, place),
         "data": config.data_name,
         "prompts": {name: len(rows) for name, rows in state.prompts.items()},
-        "parameters": parameters,
-        "trainable_parameters": trainable,
+        **facts,
         "vocab_size": state.task.vocab_size,
         "device": str(model.device),
-        "dtype": dtype,
         "learning_rate": config.rate,
         "steps": state.step,
         "before": before,

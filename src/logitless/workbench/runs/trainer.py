@@ -57,6 +57,15 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
     return given
 
 
+def model_facts(model: Any) -> dict[str, Any]:
+    """What a summary says of a model, before `save_model` merges its adapters into it."""
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "dtype": str(model.get_output_embeddings().weight.dtype).removeprefix("torch."),
+    }
+
+
 def save_model(
     place: Path, tokenizer: TextTokenizer, lora_rank: int, model: Any, weights: dict[str, Any] | None
 ) -> None:

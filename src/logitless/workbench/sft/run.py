@@ -37,7 +37,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import claim, name_of, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trackers import check_tracker, project
-from ..runs.trainer import arguments, on_processors, quiet, save_model
+from ..runs.trainer import arguments, model_facts, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
 from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
@@ -257,8 +257,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         model = build(config, parts.source)
         align_tokens(model, parts.tokenizer)
         model.load_state_dict(weights)
-    parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    facts = model_facts(model)
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
     rows = min(config.batch_size, len(parts.train))
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
@@ -273,15 +272,13 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "model": config.model,
         "data": config.data or config.teacher or config.data_name,
         "teacher": None if parts.teacher is None else parts.teacher.summary(),
-        "parameters": parameters,
-        "trainable_parameters": trainable,
+        **facts,
         "vocab_size": vocab,
         "device": str(PartialState().device),
         "ranks": PartialState().num_processes,
         "sharding": config.sharding,
         "tensor_parallel": config.tensor_parallel,
         "context_parallel": config.context_parallel,
-        "dtype": str(dtype).removeprefix("torch."),
         **trained,
         "loss": {
             "asked": config.loss,
