@@ -94,6 +94,17 @@ def test_a_config_without_architectures_has_a_reference_too(start, tmp_path, mon
     assert type(made[0].ref_model) is type(made[0].model)
 
 
+def test_weights_that_rounding_keeps_are_warned_of(start, tmp_path, monkeypatch, capsys):
+    def stop(*parts):
+        raise OptionError("far enough")
+
+    monkeypatch.setattr(align, "trainer_of", stop)
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(OptionError, match="far enough"):
+            run(replace(start, dtype=dtype, output_dir=tmp_path / dtype), Console(stderr=True))
+        assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == (dtype == "bfloat16")
+
+
 @pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])
 def test_a_reference_with_sparse_attention_has_its_parameters_too(start, tmp_path, monkeypatch, method):
     """TRL loads it by transformers alone, which has no place for them."""

@@ -76,6 +76,17 @@ def vowels(text: str) -> float:
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
 
 
+def test_weights_that_rounding_keeps_are_warned_of(small, monkeypatch, capsys):
+    def stop(*parts):
+        raise OptionError("far enough")
+
+    monkeypatch.setattr(single, "materials", stop)
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(OptionError, match="far enough"):
+            run(of(small, f"rounded-{dtype}", dtype=dtype, lora_rank=0), Console(stderr=True))
+        assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == (dtype == "bfloat16")
+
+
 @pytest.mark.parametrize("method", ["ste", "reinforce", "gumbel_legacy"])
 def test_a_rule_in_the_place_of_a_reward_model(small, method):
     """Its reward is of the text: each completion's is the mean over its tokens, and the run learns to please it."""

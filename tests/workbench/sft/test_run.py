@@ -161,6 +161,18 @@ class TestShortRuns:
                 run(replace(config, output_dir=tmp_path / str(warned)), Console(stderr=True))
             assert ("does not keep packed documents apart" in capsys.readouterr().err) == warned
 
+    def test_weights_that_rounding_keeps_are_warned_of(self, micro, tmp_path, unmeasured, monkeypatch, capsys):
+        def stop(*parts):
+            raise OptionError("far enough")
+
+        monkeypatch.setattr("logitless.workbench.sft.run.train_steps", stop)
+        narrow = replace(micro.config, dtype="bfloat16")
+        cases = {"narrow": (narrow, True), "adapted": (replace(narrow, lora_rank=2), False), "wide": (micro.config, False)}
+        for name, (config, warned) in cases.items():
+            with pytest.raises(OptionError, match="far enough"):
+                run(replace(config, output_dir=tmp_path / name), Console(stderr=True))
+            assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == warned
+
     def test_bfloat16(self, micro, tmp_path):
         summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)
         assert summary["dtype"] == "bfloat16"

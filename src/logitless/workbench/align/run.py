@@ -34,7 +34,7 @@ from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
 from ..sources.identity import files_of
-from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained
+from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained, rounding_of
 from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
@@ -112,6 +112,8 @@ def _set_up(
     if config.resume and state.is_main_process:
         say(console, f"going on from {whence(place)}")
     model = build(config, source, length=1)  # `check_room` and `check_pairs` look at the rows
+    if state.is_main_process and (rounding := rounding_of(config, model)):
+        say(console, f"warning: {rounding}")
     align_tokens(model, tokenizer)
     device: Any = state.device
     reset_peak(device)

@@ -42,6 +42,7 @@ from ..sources.model import (
     load_tokenizer,
     resolve,
     resolve_trained,
+    rounding_of,
     said_of,
 )
 from ..sources.tokenizer import TextTokenizer
@@ -102,6 +103,8 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     if config.resume:
         say(console, f"going on from {whence(place)}")
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
+    if rounding := rounding_of(config, model):
+        say(console, f"warning: {rounding}")
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)
     reward, vocab_size = reward_of(config, place, model, tokenizer)

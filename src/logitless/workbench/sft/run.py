@@ -40,7 +40,7 @@ from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments, model_facts, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
-from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
+from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve, rounding_of
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
@@ -119,6 +119,8 @@ def _placed(config: TrainConfig, place: Path, found: Found, console: Console) ->
     if main and not keeps_apart(model):
         kind = f"{model.config.model_type} in transformers {version_of('transformers')}"
         say(console, f"warning: {kind} does not keep packed documents apart: each sees those before it in its sequence")
+    if main and (rounding := rounding_of(config, model)):
+        say(console, f"warning: {rounding}")
     align_tokens(model, found.tokenizer)
     budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
     install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)

@@ -263,6 +263,21 @@ def _check_trainable(source: ModelSource, model: Any) -> None:
         )
 
 
+def rounding_of(config: RunOptions, model: Any) -> str | None:
+    """What rounding does to weights of bfloat16 that a run trains themselves, and what to give instead; or None.
+
+    AdamW's step is about the learning rate, and a weight of 512 times as much is nearer to itself than to any other.
+    """
+    import torch
+
+    if config.resume is not None or not any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()):
+        return None
+    return (
+        "weights of bfloat16 are trained themselves, and a step changes none that is over 512 times the learning rate: "
+        "give --dtype float32, or --lora-rank, whose adapters are float32"
+    )
+
+
 def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention: str) -> tuple[Any, Iterable[str]]:
     """The model, and the tensors of its checkpoint that it has no place for."""
     import torch
