@@ -122,7 +122,8 @@ def test_what_cannot_be_learned_from(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"bad.jsonl: row 1: no message of the assistant"):
         prepared(jsonl(tmp_path / "bad.jsonl", [ROWS[0], question]), tokenizer, tmp_path)
     long = [{"messages": [{"role": "user", "content": "q" * 50}, *ROWS[0]["messages"][1:]]}] * 3
-    with pytest.raises(DataError, match=r"no training conversation can be learned from: .* 2 of 2 conversations with"):
+    told = r"no training conversation can be learned from: .* 2 of 2 conversations w.*; give a larger --context-length$"
+    with pytest.raises(DataError, match=told):
         prepared(jsonl(tmp_path / "long.jsonl", long), tokenizer, tmp_path)
     plain = pretrained(str(micro_directory(tmp_path / "plain").parent))
     with pytest.raises(ConfigError, match="conversations need a chat template"):

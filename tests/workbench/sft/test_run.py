@@ -150,6 +150,17 @@ class TestShortRuns:
             warning = f"warning: --lora-rank 2 trains adapters alone, and --model {config.model} is a configuration"
             assert (warning in capsys.readouterr().err) == warned
 
+    def test_a_preset_is_said_to_begin_with_random_weights(self, micro, tmp_path, monkeypatch, capsys):
+        def stop(*parts):
+            raise OptionError("far enough")
+
+        monkeypatch.setattr("logitless.workbench.sft.run._set_up", stop)
+        for model, said in (("qwen3-4b", True), (micro.config.model, False)):
+            with pytest.raises(OptionError, match="far enough"):
+                run(replace(micro.config, model=model, output_dir=tmp_path / str(said)), Console(stderr=True))
+            expected = "qwen3-4b begins with random weights; Qwen/Qwen3-4B has trained ones"
+            assert (expected in capsys.readouterr().err) == said
+
     def test_a_model_that_keeps_no_documents_apart_is_warned_of(self, micro, tmp_path, unmeasured, monkeypatch, capsys):
         def stop(*parts):
             raise OptionError("far enough")

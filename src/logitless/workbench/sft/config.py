@@ -23,8 +23,8 @@ class TrainConfig(RunOptions):
     length_options = "--context-length"
 
     model: ModelName = "tiny"
-    """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory, a hub id (owner/name), a GGUF
-    file, or smollm2, a pretrained model that a package carries."""
+    """A preset such as tiny or qwen3-0.6b (its shape with random weights), a config.json (the same), a local
+    transformers directory, a hub id (owner/name), a GGUF file, or smollm2, a pretrained model that a package carries."""
     data: str | None = None
     """A text file or folder, a jsonl or parquet file, or a `datasets` directory; rows of messages, or of prompt and
     completion, are conversations. Default: this Python's own library."""

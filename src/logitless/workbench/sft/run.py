@@ -111,6 +111,8 @@ def _placed(config: TrainConfig, place: Path, found: Found, console: Console) ->
     main = PartialState().is_main_process
     if config.lora_rank and found.source.weights is None and main:
         say(console, f"warning: {_frozen_at_random(config)}")
+    elif config.model in HUB and not config.resume and main:
+        say(console, f"{config.model} begins with random weights; {HUB[config.model]} has trained ones")
     if config.resume and main:
         say(console, f"going on from {whence(place)}")
     parts = _set_up(config, place, found, console)
