@@ -178,7 +178,11 @@ class TestShortRuns:
 
         monkeypatch.setattr("logitless.workbench.sft.run.train_steps", stop)
         narrow = replace(micro.config, dtype="bfloat16")
-        cases = {"narrow": (narrow, True), "adapted": (replace(narrow, lora_rank=2), False), "wide": (micro.config, False)}
+        cases = {
+            "narrow": (narrow, True),
+            "adapted": (replace(narrow, lora_rank=2), False),
+            "wide": (micro.config, False),
+        }
         for name, (config, warned) in cases.items():
             with pytest.raises(OptionError, match="far enough"):
                 run(replace(config, output_dir=tmp_path / name), Console(stderr=True))

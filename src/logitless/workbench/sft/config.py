@@ -24,7 +24,7 @@ class TrainConfig(RunOptions):
 
     model: ModelName = "tiny"
     """A preset such as tiny or qwen3-0.6b (its shape with random weights), a config.json (the same), a local
-    transformers directory, a hub id (owner/name), a GGUF file, or smollm2, a pretrained model that a package carries."""
+    transformers directory, a hub id (owner/name), a GGUF file, or smollm2, a trained model that a package carries."""
     data: str | None = None
     """A text file or folder, a jsonl or parquet file, or a `datasets` directory; rows of messages, or of prompt and
     completion, are conversations. Default: this Python's own library."""
