@@ -74,6 +74,10 @@ def backend(request) -> str:
             pytest.skip(mark.kwargs["reason"])
     if request.param in WHY_NOT and (reason := WHY_NOT[request.param]("cpu")):
         pytest.skip(reason)
+    if request.param == "triton":
+        from tests.support.vocab.interpreter import hasten
+
+        hasten()
     return request.param
 
 

@@ -17,6 +17,7 @@ from bench import harness
 from bench.gpu.counts.claimed import claimed
 from logitless.workbench.sft import stepcost
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.vocab.interpreter import hasten
 
 
 class Here:
@@ -40,6 +41,7 @@ def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    hasten()
     module, *sys.argv[1:] = sys.argv[1:]
     here = patch.object(harness, "Worker", Here), patch.object(stepcost, "measure", measure)
     with claimed(name=UNTUNED, home="cpu"), here[0], here[1]:

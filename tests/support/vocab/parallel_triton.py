@@ -8,6 +8,7 @@ import torch.distributed as dist
 from logitless.sample import SamplingMask
 from tests.support.allocations import poison
 from tests.support.vocab.comparing import EVERYTHING, operands
+from tests.support.vocab.interpreter import hasten
 from tests.support.vocab.parallel_split import Split, V, check
 from tests.support.vocab.sharding import run
 
@@ -36,4 +37,5 @@ def kernels(group: Any) -> None:
 
 
 if __name__ == "__main__":
+    hasten()
     run({"kernels": kernels})

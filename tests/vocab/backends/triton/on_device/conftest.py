@@ -18,6 +18,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def device() -> str:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
+    if DEVICE == "cpu":
+        from tests.support.vocab.interpreter import hasten
+
+        hasten()
     return DEVICE
 
 
