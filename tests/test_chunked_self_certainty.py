@@ -101,6 +101,15 @@ def test_memory_is_two_chunks_and_numbers_per_row(chunk_size, monkeypatch):
     assert seen.peak <= (2 * 256 + 24) * rows
 
 
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # as Dynamo does
+def test_a_graph_for_every_number_of_rows():
+    compiled = torch.compile(ll.chunked_self_certainty, fullgraph=True, dynamic=True, backend="eager")
+    for rows, chunk_size in ((2, None), (3, None), (5, 4), (5, 7)):
+        logits = torch.randn(rows, 9)
+        torch.testing.assert_close(compiled(logits, chunk_size), ll.chunked_self_certainty(logits, chunk_size))
+
+
 @pytest.mark.parametrize(
     ("logits", "chunk_size", "error", "message"),
     [

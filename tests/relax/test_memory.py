@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless import relax
+from logitless import LMHead, relax
 from logitless.vocab import noise as keyed
 from logitless.vocab.backends import rows
 from tests.support.allocations import trace_allocations
@@ -52,3 +52,14 @@ def test_what_waits_for_backward(k, kept):
     table = torch.randn(V, H)
     traced = trace_allocations(lambda: relax.gumbel_topk(ops.hidden, ops.head, 1.0, k=k, embeddings=(table,)))
     assert traced.kept <= 4 * N * (kept + 16)
+
+
+@pytest.mark.parametrize("call", ["gumbel_topk", "expected_embedding"])
+def test_hidden_states_that_are_a_view_are_copied_once_at_a_time(call):
+    """A call's own checks make such a copy, too, which is gone before the pass begins."""
+    h, budget = 512, 2**20
+    hidden, weight = torch.randn(4, 1025, h)[:, :-1], torch.randn(2000, h)
+    takes = {"gumbel_topk": {"tau": 1.0, "k": 4}, "expected_embedding": {}}[call]
+    traced = trace_allocations(lambda: getattr(relax, call)(hidden, LMHead(weight), memory_budget=budget, **takes))
+    copy = 4 * hidden.numel()
+    assert traced.peak < {"gumbel_topk": 2 * copy, "expected_embedding": 3 * copy + budget}[call]

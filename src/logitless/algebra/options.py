@@ -23,6 +23,8 @@ BY_REQUEST = {
 
 def whole(x: object) -> int | None:
     """A whole number of any kind, NumPy's or an array's, as one of Python's; None for all else, booleans among it."""
+    if type(x) is int:  # of torch.compile's, too, whose symbolic numbers stay symbolic
+        return x
     if isinstance(x, bool) or str(getattr(x, "dtype", "")) == "torch.bool":
         return None
     try:

@@ -156,7 +156,9 @@ def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -
             )
         rows *= lax.axis_size(axis_name)
     if head.vocab_size is not None and head.vocab_size > rows:
-        raise OptionError(f"{name}: vocab_size must be in 1..{rows}, the weight's rows, got {head.vocab_size}")
+        raise OptionError(
+            f"{name}: vocab_size: expected a whole number in 1..{rows} (the weight's rows), got {head.vocab_size}"
+        )
     return head.vocab_size or rows
 
 

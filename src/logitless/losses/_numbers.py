@@ -21,7 +21,7 @@ def same_shape(logprob: Tensor, /, **others: Tensor | None) -> None:
 def check_record(
     candidate_logits: Tensor, logsumexp: Tensor, tail_logprob: Tensor | None, name: str, weights: Tensor
 ) -> None:
-    """Raise ShapeError where the weights at a record's ids, called `name`, are not one for each logit there."""
+    """ShapeError unless weights, called `name`, and logits are (..., K), K of 1 or more, and the other two (...)."""
     if candidate_logits.ndim == 0 or weights.shape != candidate_logits.shape:
         expected, got = tuple(candidate_logits.shape), tuple(weights.shape)
         raise ShapeError(f"{name} must have candidate_logits' shape (..., K), here {expected}, got {got}")

@@ -85,6 +85,7 @@ def expected_embedding(
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     alike = f"expected_embedding draws={draws} {_alike(temperature, embedding)}"
     agree(checked, alike, some, draws and noise is None)
+    del checked  # it may hold hidden states of its own
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)
     table = None if embedding is head.weight_tensor else embedding
     mixed = head.weight if table is None else table

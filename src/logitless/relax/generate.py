@@ -51,8 +51,8 @@ class Sampling:
         none       without gradient.
 
     checkpoint: keep what each step reads, and compute its activations anew in backward (cached and recompute).
-    end: the id after which a sequence is finished; None: none is. most_sweeps: backward's sweeps stop after so many,
-    whatever they still add; None: `steps`, which are exact. memory_budget: bytes of slices of the logits.
+    end: the id after which a sequence is finished, 0 or more; None: none is. most_sweeps: backward's sweeps stop after
+    so many, whatever they still add; None: `steps`, which are exact. memory_budget: bytes of slices of the logits.
     Raises OptionError.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..algebra.options import whole_within
 from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import NotFiniteError, OptionError
-from ..vocab.face import Call, LMHead, Noise, check_logits, flatten, on_all, token_stats
+from ..vocab.face import Call, LMHead, Noise, check_hidden, check_logits, flatten, on_all, token_stats
 from .full import soft_whole
 from .terms import Terms, agree
 from .tokens import SoftTokens, check_table, soft_embedding
@@ -60,6 +60,7 @@ def gumbel_topk(
 
     call, some = on_all(head, arguments)
     agree(call, f"gumbel_topk tau={tau} k={k} hard={hard}", some, noise is None)
+    del call  # it may hold hidden states of its own
     if k == 0:
         return soft_whole(hidden, head, float(tau), some, embeddings, hard, memory_budget)
     tokens = _soft_best(hidden, head, float(tau), k, hard, some, memory_budget)
@@ -107,7 +108,7 @@ def _check(
     hidden: Tensor, head: LMHead, tau: float, k: int, embeddings: tuple[Tensor, ...], memory_budget: int | None
 ) -> Call:
     """The checked call."""
-    call = flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)
+    check_hidden(hidden, head)
     if not is_temperature(tau):
         raise OptionError(
             f"tau: expected a number in {TEMPERATURES}, got {tau!r}; small ones are nearly hard, large ones flat"
@@ -128,4 +129,4 @@ def _check(
             f"hidden: expected finite numbers, got NaN or infinity in {wrong} of {finite.numel()} tokens; "
             "the model has diverged"
         )
-    return call
+    return flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)

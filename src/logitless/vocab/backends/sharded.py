@@ -21,7 +21,7 @@ class ShardedBackend(Backend):
     """The wrapped backend accumulates its rows; one collective for a chunk of tokens makes them the whole vocabulary's.
 
     The gradients are the wrapped backend's own: weight, bias and adapters get those of the rows here, and the pass
-    adds up the ranks' gradients of hidden states.
+    adds up the ranks' gradients of hidden states. Slices are asked of the wrapped backend, before there is a chunk.
     """
 
     def __init__(self, local: Backend, shard: VocabShard, rows: int) -> None:

@@ -145,32 +145,32 @@ class GradientBuffers:
         hidden, weight, bias, lora_hidden, lora_b = (
             torch.empty_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted, dtype in pairs
         )
-        self.sums = Gradients(hidden, weight, bias, lora_hidden, lora_b)
+        self.gradients = Gradients(hidden, weight, bias, lora_hidden, lora_b)
         for x in (hidden, bias, lora_hidden, lora_b):
             if x is not None:
                 x.zero_()
         if weight is not None:
-            self.sums.unwritten.append(weight)
+            self.gradients.unwritten.append(weight)
 
     def chunk(self, n_tokens: int) -> Gradients:
         """The sums for entries, and zeros for a chunk's tokens."""
-        return self.sums.of_chunk(n_tokens, self.call.compute)
+        return self.gradients.of_chunk(n_tokens, self.call.compute)
 
     def put(self, rows: slice, grads: Gradients) -> None:
         """Write what a chunk's tokens got."""
-        for whole, part in ((self.sums.hidden, grads.hidden), (self.sums.lora_hidden, grads.lora_hidden)):
+        for whole, part in ((self.gradients.hidden, grads.hidden), (self.gradients.lora_hidden, grads.lora_hidden)):
             if whole is not None and part is not None:
                 self.call.put(whole, rows, part)
 
     def summed(self) -> list[Tensor | None]:
         """The gradients in the dtypes that they were summed in, those of tokens added up over ranks; once."""
-        self.sums.clear()
+        self.gradients.clear()
         ranks = Ranks.of(self.call.shard)
         if ranks is not None:
-            for x in (self.sums.hidden, self.sums.lora_hidden):
+            for x in (self.gradients.hidden, self.gradients.lora_hidden):
                 if x is not None:
                     ranks.add_(x)
-        return self.sums.all
+        return self.gradients.all
 
     def result(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """`summed`, times a scalar, as autograd takes them; once."""

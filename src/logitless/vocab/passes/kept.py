@@ -185,7 +185,7 @@ def gradients(
     mask = _valid_sets(call)
     run = KeptPass(call, mask, Places(mask.tokens, saved.extra.get("labels_at")))
     total = GradientBuffers(call, run.backend, needs, rounds_once(call, mask.token_ids.shape[0], run.backend))
-    total.sums.clear()
+    total.gradients.clear()
     for rows, chunk, entries in run.chunks():
         here = slice(entries.start, entries.start + entries.ids.shape[0])
         z, z_ref = (saved.extra[name][here] if name in saved.extra else None for name in ("z", "z_ref"))

@@ -202,7 +202,7 @@ def pooled_gradients(call: Call, documents: Documents, needs: Needs, pairs_of: P
     backend, n = backend_of(call), call.inputs.hidden.shape[0]
     scratch = Scratch(call.compute, call.inputs.hidden.device)
     total = GradientBuffers(call, backend, needs)
-    total.sums.clear()
+    total.gradients.clear()
     grads = total.chunk(n)
     chunk = Chunk.of(call, slice(0, n), Slices(n, _backward_width(call, documents), 0), scratch, backend)
     tables = [factor.tokens.to(call.compute) for factor in chunk.policy.factors]

@@ -65,7 +65,7 @@ def _formed(call: Call, needs: Needs, scale: Tensor) -> tuple[Tensor, GradientBu
             grad_scale=scale,
         )
     total = GradientBuffers(call, load("eager"), Needs())
-    total.sums = Gradients(_of_all_tokens(call, d_hidden), d_weight)
+    total.gradients = Gradients(_of_all_tokens(call, d_hidden), d_weight)
     return losses[:n].sum() * scale, total
 
 
