@@ -20,6 +20,7 @@ from tests.support.workbench.micro import micro_directory
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<s>a:{% endif %}"
+KEPT = "which a larger --context-length keeps"
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{i}?"}, {"role": "assistant", "content": f"a{i}." + "!" * i}]}
     for i in range(24)
@@ -72,7 +73,7 @@ def test_the_answers_alone_are_learned_and_some_held_out(tokenizer, tmp_path):
     assert all(answers([row]) in found for row in ROWS[:10] + ROWS[11:13])
     assert answers(ROWS[13:14]) not in found
     assert "q" not in found
-    assert remarks == ["11 of 23 conversations longer than 28 tokens: the last 66 tokens cut off"]
+    assert remarks == [f"11 of 23 conversations longer than 28 tokens: the last 66 tokens cut off, {KEPT}"]
 
 
 def test_all_tokens_where_that_is_asked_for(tokenizer, tmp_path):
@@ -122,9 +123,14 @@ def test_what_cannot_be_learned_from(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"bad.jsonl: row 1: no message of the assistant"):
         prepared(jsonl(tmp_path / "bad.jsonl", [ROWS[0], question]), tokenizer, tmp_path)
     long = [{"messages": [{"role": "user", "content": "q" * 50}, *ROWS[0]["messages"][1:]]}] * 3
-    told = r"no training conversation can be learned from: .* 2 of 2 conversations w.*; give a larger --context-length$"
+    told = f"no training conversation can be learned from: 2 of 2 .* {KEPT}; 2 of 2 conversations without an answer "
     with pytest.raises(DataError, match=told):
         prepared(jsonl(tmp_path / "long.jsonl", long), tokenizer, tmp_path)
+    empty = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}] * 3
+    mute = replace(tokenizer, saved=AutoTokenizer.from_pretrained(tokenizer.saved.name_or_path))
+    mute.saved.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # whose answers have no end
+    with pytest.raises(DataError, match=r": 2 of 2 conversations without an answer in the first 24 tokens: left out$"):
+        prepared(jsonl(tmp_path / "empty.jsonl", empty), mute, tmp_path)
     plain = pretrained(str(micro_directory(tmp_path / "plain").parent))
     with pytest.raises(ConfigError, match="conversations need a chat template"):
         prepared(jsonl(tmp_path / "chat.jsonl"), plain, tmp_path)

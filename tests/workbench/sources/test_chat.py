@@ -225,7 +225,7 @@ def test_rows_hold_whole_conversations_and_fillers_teach_nothing():
 def test_what_does_not_fit_is_cut_and_counted():
     stream, remarks = packed(made(11, 20, 4), 8, filler=2)
     assert remarks == [
-        "2 of 3 conversations longer than 8 tokens: the last 15 tokens cut off",
+        "2 of 3 conversations longer than 8 tokens: the last 15 tokens cut off, which a larger --context-length keeps",
         "1 of 3 conversations without an answer in the first 8 tokens: left out",
     ]
     rows = PackedRows(stream, 8)

@@ -106,7 +106,7 @@ def _of_chats(
     packed = [chat.packed(some, config.context_length, tokenizer.eos_id) for some in (train, held)]
     for (stream, remarks), what in zip(packed, ("training", "held-out"), strict=True):
         if not len(stream.ids):
-            why = "; ".join([*remarks, "give a larger --context-length"]) if remarks else "there are none"
+            why = "; ".join(remarks) or "there are none"
             raise DataError(f"--data {config.data}: no {what} conversation can be learned from: {why}")
     return packed[0][0], packed[1][0], packed[0][1]
 

@@ -198,7 +198,8 @@ def packed(examples: Iterable[Example], length: int, filler: int) -> tuple[Strea
     kept = [part for row, free in zip(rows, room, strict=True) for part in (*row, _filler(free, filler))]
     of, remarks = f"of {plural(count, 'conversation')}", []
     if cut:
-        remarks.append(f"{cut:,} {of} longer than {plural(length, 'token')}: the last {plural(lost, 'token')} cut off")
+        ends = f"the last {plural(lost, 'token')} cut off, which a larger --context-length keeps"
+        remarks.append(f"{cut:,} {of} longer than {plural(length, 'token')}: {ends}")
     if silent:
         remarks.append(f"{silent:,} {of} without an answer in the first {plural(length, 'token')}: left out")
     return Stream.of([part.ids for part in kept], [part.said for part in kept]), remarks
