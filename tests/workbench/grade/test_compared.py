@@ -76,6 +76,12 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
 TIGHT = {"method": "all", "max_steps": 1, "completion_length": 2, "variance_samples": 0}
 
 
+def test_weights_that_rounding_keeps_are_warned_of_once(small, monkeypatch, capsys):
+    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)  # four methods are enough
+    run(of(small, "rounded", dtype="bfloat16", lora_rank=0, **TIGHT), Console(stderr=True))
+    assert capsys.readouterr().err.count("warning: weights of bfloat16 are trained") == 1
+
+
 @pytest.fixture(scope="module")
 def half_compared(small) -> Path:
     """A comparison that trained its own reward and was killed before its third method."""

@@ -66,7 +66,7 @@ def run_one(config: GradeConfig, console: Console, whole: Path | None = None) ->
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
         if whole is not None:
             _share(whole, place)
-        state = set_up(config, place, source, tokenizer, console)
+        state = set_up(config, place, source, tokenizer, console, own=whole is None)
         _examples(state, "before")
         restore(state)
         return _conclude(state, steps(state, send), send)
@@ -97,13 +97,15 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
     return source, load_tokenizer(source)
 
 
-def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
-    """A run as it begins; `restore` goes on with one."""
+def set_up(
+    config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console, own: bool = True
+) -> Run:
+    """A run as it begins; `restore` goes on with one. own: of no comparison, which warns for all of its runs."""
     device = device_of(config.device)
     if config.resume:
         say(console, f"going on from {whence(place)}")
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
-    if rounding := rounding_of(config, model):
+    if own and (rounding := rounding_of(config, model)):
         say(console, f"warning: {rounding}")
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)

@@ -273,7 +273,7 @@ def rounding_of(config: RunOptions, model: Any) -> str | None:
     if config.resume is not None or not any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()):
         return None
     return (
-        "weights of bfloat16 are trained themselves, and a step changes none that is over 512 times the learning rate: "
+        "weights of bfloat16 are trained themselves, and most steps change none of over 512 times the learning rate: "
         "give --dtype float32, or --lora-rank, whose adapters are float32"
     )
 

@@ -27,7 +27,7 @@ from ...runs.rundir import (
     stored,
 )
 from ...sources.generation import align_tokens
-from ...sources.model import build
+from ...sources.model import build, rounding_of
 from ..config import METHODS_COMPARED, GradeConfig
 from ..legacy import TooLargeError
 from ..single import SCHEMA, inputs_of, materials, named_reward, policy_of, reward_of, run_one
@@ -52,6 +52,8 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
     place = claim(config, "all")
     with explained(place, "align"):
         model = build(config, source).eval()
+        if rounding := rounding_of(config, model):
+            say(console, f"warning: {rounding}")
         align_tokens(model, tokenizer)
         materials(config, place, model, tokenizer, console)
         reward, _ = reward_of(config, place, model, tokenizer)  # refused before the comparison has begun
