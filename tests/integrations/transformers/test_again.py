@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import logitless
 from logitless.errors import ConfigError
@@ -130,13 +131,20 @@ def test_a_hook_calls_the_model_again():
         torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bind", [lambda loss: loss, functools.partial], ids=["a function", "a partial"])
-def test_a_loss_set_after_install_is_refused(bind):
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda logits, labels, **_: logits.sum() * 0, "<lambda>"),
+        (functools.partial(lambda logits, labels, **_: logits.sum() * 0), "a partial of <lambda>"),
+        (functools.partial(ForCausalLMLoss), "a partial of ForCausalLMLoss"),
+    ],
+)
+def test_a_loss_set_after_install_is_refused(loss, name):
     model, ids = build(), data()[0]["input_ids"][None]
     logitless.install(model)
     before = model(ids, labels=ids).loss
-    model.loss_function = bind(lambda logits, labels, **_: logits.sum() * 0)
-    with pytest.raises(ConfigError, match="expected transformers' ForCausalLMLoss") as caught:
+    model.loss_function = loss
+    with pytest.raises(ConfigError, match=f"loss is {name}, expected transformers' ForCausalLMLoss") as caught:
         model(ids, labels=ids)
     assert "\n" not in str(caught.value)
     del model._loss_function

@@ -139,7 +139,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
     return output if as_dict else output.to_tuple()
 
 
-@dataclass
+@dataclass(repr=False, eq=False)  # of a whole model, and of tensors
 class LossCall:
     """One forward of a model with labels, whose loss is made of the hidden states `seen` at its head."""
 
@@ -264,9 +264,11 @@ def check_loss(model: Any) -> None:
     """ConfigError unless its loss is transformers' cross-entropy."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if model.loss_function is not ForCausalLMLoss:
-        name = type(model).__name__
-        own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+    loss = model.loss_function
+    if loss is not ForCausalLMLoss:
+        name, of = type(model).__name__, getattr(loss, "func", loss)  # what a partial is of
+        own = getattr(of, "__name__", type(of).__name__)
+        own = own if of is loss else f"a partial of {own}"
         raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
 
 
