@@ -102,7 +102,9 @@ def test_weights_that_rounding_keeps_are_warned_of(start, tmp_path, monkeypatch,
     for dtype in ("bfloat16", "float32"):
         with pytest.raises(OptionError, match="far enough"):
             run(replace(start, dtype=dtype, output_dir=tmp_path / dtype), Console(stderr=True))
-        assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == (dtype == "bfloat16")
+        error = capsys.readouterr().err
+        assert ("warning: weights of bfloat16 are trained" in error) == (dtype == "bfloat16")
+        assert f"taking prompts from {start.data or 'the standard library'} ..." in error
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])

@@ -186,7 +186,9 @@ class TestShortRuns:
         for name, (config, warned) in cases.items():
             with pytest.raises(OptionError, match="far enough"):
                 run(replace(config, output_dir=tmp_path / name), Console(stderr=True))
-            assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == warned
+            error = capsys.readouterr().err
+            assert ("warning: weights of bfloat16 are trained" in error) == warned
+            assert f"reading and tokenising {config.data} ..." in error
 
     def test_bfloat16(self, micro, tmp_path):
         summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)

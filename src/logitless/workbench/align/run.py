@@ -136,7 +136,7 @@ def _set_up(
 def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokenizer, console: Console) -> None:
     """Writes the prompts, or the pairs, of all steps."""
     what, state = "prompts" if config.kind.rollouts else "pairs", PartialState()
-    say(console, f"taking {what} from {config.data_said} ...")
+    say(console, f"taking {what} from {config.data or 'the standard library'} ...")
     train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes), partial(say, console))
     check_enough(config, train, state.num_processes)
     if config.kind.rollouts or "chosen" not in train[0]:

@@ -163,7 +163,7 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
 
     def prepared() -> int:
         if not (config.resume and tokens.exists()):
-            what = f"reading and tokenising {config.data_said}"
+            what = f"reading and tokenising {config.data or 'the standard library'}"
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
