@@ -165,7 +165,7 @@ def _cached(name: str) -> Path:
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise ConfigError(f"model {name!r}: {in_one_line(error)}") from None
+        raise ConfigError(f"model {name!r}: {in_one_line(error, 500)}") from None
     if not isinstance(found, str):
         near = get_close_matches(name.split("/")[1].lower(), CONFIGS, n=1, cutoff=0.6)
         hint = f"; its shape may be the preset {near[0]}" if near else ""
