@@ -136,6 +136,7 @@ def test_files(model, tmp_path):
         ("--savings luck", "--savings must be all or some of"),
         ("--optimizer lion", "'--optimizer'. Expected one of ('adamw', 'sgd', 'none')"),
         ("--dtype int8", "'--dtype'. Expected one of ('bfloat16'"),
+        ("--attention flash", "'--attention'. Expected one of ('auto', 'sdpa'"),
         ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
         ("--model gemma-2-2b --attention sdpa", "model gemma-2-2b: cannot be"),
         ("--model no-such.json", "there is no such file"),

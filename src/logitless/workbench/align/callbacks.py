@@ -21,7 +21,7 @@ PREPARATION = "eval_model_preparation_time"  # which Trainer tells where nothing
 
 
 class MemoryMetrics(TrainerCallback):
-    """Adds memory/peak_bytes and memory/dense_would_need_bytes to each step's logs; comes first among callbacks."""
+    """Adds memory/peak_bytes and memory/dense_would_need_bytes to each step's logs; comes before those that log."""
 
     def __init__(self, dense_bytes: Callable[[int], int], longest: int) -> None:
         self.dense_bytes, self.longest = dense_bytes, longest
