@@ -38,10 +38,12 @@ class Case:
     memory_limit: float  # MB above inputs and gradients
     dense_limit: float | None = None  # times plain torch
 
-    def gradient_bytes(self, shape: Shape, dtype: torch.dtype = torch.float32) -> int:
-        """Of gradients that are handed over in the operands' dtype."""
-        elements = {"hidden": shape.tokens * shape.hidden, "weight": shape.vocab * shape.hidden}
-        return dtype.itemsize * sum(elements[name] for name in self.wrt)
+    def gradient_bytes(
+        self, shape: Shape, dtype: torch.dtype = torch.float32, weight: torch.dtype | None = None
+    ) -> int:
+        """Of gradients that are handed over in the operands' dtype; weight: what the head's is in, where it differs."""
+        rows = {"hidden": shape.tokens * dtype.itemsize, "weight": shape.vocab * (weight or dtype).itemsize}
+        return shape.hidden * sum(rows[name] for name in self.wrt)
 
 
 def dense_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:

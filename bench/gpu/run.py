@@ -29,7 +29,7 @@ import torch
 
 from bench.cases import Shape
 from bench.gpu.measure import GRACE, MOST_SECONDS, Apart, Subject, gpu_environment
-from bench.gpu.rows import FASTER, IN_A_GRAPH, MIB, RIVAL, ROWS, Row, methods
+from bench.gpu.rows import FASTER, IN_A_GRAPH, IN_FP32, MIB, RIVAL, ROWS, Row, methods
 from bench.gpu.timing import Bench, Record
 from bench.harness import MB, read_lines, write_line
 from bench.peers import Method
@@ -110,18 +110,19 @@ def table(options: argparse.Namespace, device: str) -> int:
                     named = not chosen or method.name.partition(", ")[0] in chosen
                     if method.kind in kinds and (method.kind == "floor" or named):
                         found = measured(subject, row, method, bench.deadline)
-                        write_line(options.out, about(row, options.tiny, device) | found)
+                        write_line(options.out, about(row, method.name, options.tiny, device) | found)
     finally:
         subject.stop()
     return show(options.out)
 
 
-def about(row: Row, tiny: bool, device: str) -> Record:
-    """What each result says of its row."""
+def about(row: Row, method: str, tiny: bool, device: str) -> Record:
+    """What each result of a method says of its row."""
     shape, dtype = row.tiny if tiny else row.shape, torch.bfloat16 if device == "cuda" else torch.float32
+    gradients = row.case.gradient_bytes(shape, dtype, torch.float32 if method == IN_FP32 else dtype)
     return {
         "kind": "gpu-result", "case": row.name, "title": row.title, "dtype": str(dtype).removeprefix("torch."),
-        "shape": [shape.tokens, shape.hidden, shape.vocab], "gradient_mb": row.case.gradient_bytes(shape, dtype) / MB,
+        "shape": [shape.tokens, shape.hidden, shape.vocab], "gradient_mb": gradients / MB,
         # toy shapes have nothing to reach
         "time_limit": None if tiny else row.time_limit, "memory_limit_mib": None if tiny else row.memory_limit,
         "budget": row.budget,

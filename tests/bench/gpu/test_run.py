@@ -141,7 +141,7 @@ def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
 
 def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
     out = tmp_path / "gpu.jsonl"
-    row = gpu.about(ROWS["loss"], tiny=False, device="cuda")
+    row = gpu.about(ROWS["loss"], "bare GEMMs", tiny=False, device="cuda")
     times = {"median_s": 0.002, "to_bare": 1.0, "peak_mb": 1.0}
     gpu.write_line(out, row | {"method": "bare GEMMs", "method_kind": "floor", "status": "ok"} | times)
     assert gpu.main(["--from", str(out)]) == 1
@@ -155,8 +155,17 @@ def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
 def record(method, kind, **numbers):
     times = {"status": "ok", "median_s": 0.002, "to_bare": 1.0, "peak_mb": 0.0}
     return (
-        gpu.about(ROWS["loss"], tiny=False, device="cuda") | {"method": method, "method_kind": kind} | times | numbers
+        gpu.about(ROWS["loss"], method, tiny=False, device="cuda")
+        | {"method": method, "method_kind": kind}
+        | times
+        | numbers
     )
+
+
+def test_a_gradient_that_is_handed_over_in_fp32_counts_as_that():
+    hidden, weight = 4096 * 4096 / gpu.MB, 128_256 * 4096 / gpu.MB
+    assert record("logitless", "ours")["gradient_mb"] == pytest.approx(2 * hidden + 2 * weight)
+    assert record("logitless, fp32 dW", "ours")["gradient_mb"] == pytest.approx(2 * hidden + 4 * weight)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +257,7 @@ def test_a_check_of_which_a_case_was_not_run_has_not_passed(ended, status, monke
 
 
 def test_toy_shapes_have_nothing_to_reach():
-    row = gpu.about(ROWS["loss"], tiny=True, device="cpu")
+    row = gpu.about(ROWS["loss"], "logitless", tiny=True, device="cpu")
     assert (row["time_limit"], row["memory_limit_mib"]) == (None, None)
 
 
