@@ -73,6 +73,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         "--teacher t --distill-loss reverse": TrainConfig(teacher="t", distill_loss="reverse"),
         "--tensor-parallel 2 --context-parallel 2": TrainConfig(tensor_parallel=2, context_parallel=2),
         "--loss-threshold 1GB": TrainConfig(loss_threshold="1GB"),
+        "--mixed-precision bf16": TrainConfig(mixed_precision="bf16"),
     }
     meant = {given: whole, taught: student, **others}
     assert {words: parse(words.split()) for words in meant} == meant

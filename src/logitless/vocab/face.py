@@ -16,7 +16,7 @@ from .call.lora import agreed, lora_b_of, lora_hidden_of, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_hidden, check_logits, divisor_of, flatten
-from .devices import capturing, default_budget, full_precision
+from .devices import autocast_dtype, capturing, default_budget, full_precision
 from .dtypes import compute_dtype, dtype_of, of_integers
 from .head.from_model import encodes, transforms_of, transforms_of_model
 from .head.lm_head import LMHead, place
@@ -55,6 +55,7 @@ __all__ = [
     "add_at",
     "agreed",
     "at_a_time",
+    "autocast_dtype",
     "best_of_all",
     "capturing",
     "check_hidden",

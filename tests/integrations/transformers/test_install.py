@@ -51,6 +51,9 @@ def test_auto_is_dense_up_to_the_budget():
     both = {"loss": "auto", "memory_budget": 4096}  # a threshold beside the budget
     assert installed(**both, threshold=logits)(**batch).logits is not None
     assert installed(**both, threshold=logits - 1)(**batch).logits is None
+    with torch.autocast("cpu", torch.bfloat16):  # which the logits are then of
+        assert installed(**both, threshold=logits // 2)(**batch).logits is not None
+        assert installed(**both, threshold=logits // 2 - 1)(**batch).logits is None
     with pytest.raises(OptionError, match="threshold: expected a positive number of bytes or None, got 0"):
         installed(threshold=0)
 

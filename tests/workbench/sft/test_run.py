@@ -186,9 +186,10 @@ class TestShortRuns:
         for name, (config, warned) in cases.items():
             with pytest.raises(OptionError, match="far enough"):
                 run(replace(config, output_dir=tmp_path / name), Console(stderr=True))
-            error = capsys.readouterr().err
-            assert ("warning: weights of bfloat16 are trained" in error) == warned
-            assert f"reading and tokenising {config.data} ..." in error
+            said = capsys.readouterr().err
+            assert ("warning: weights of bfloat16 are trained" in said) == warned
+            assert ("give --dtype float32 --mixed-precision bf16, or --lora-rank" in said) == warned
+            assert f"reading and tokenising {config.data} ..." in said
 
     def test_bfloat16(self, micro, tmp_path):
         summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ...algebra.costs import logits_bytes
 from ...errors import ConfigError, DtypeError
 from ...multi_token import multi_token_cross_entropy
-from ...vocab.face import LMHead, default_budget, linear_cross_entropy
+from ...vocab.face import LMHead, autocast_dtype, default_budget, linear_cross_entropy
 from .bad_batches import Watch, check_counts, or_empty
 from .lm_head import (
     STATE,
@@ -118,6 +118,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if state.method != "logitless" and not state.smoothing:
         head: Any = output_head(model)
         dtype = head.weight.dtype if head.weight.is_floating_point() else model.dtype  # of 4 bits: bytes
+        dtype = autocast_dtype(head.weight) or dtype
         size = logits_bytes(labels.numel(), entries_of(model, head), dtype.itemsize)
         if choose(state.method, size, state.threshold or state.budget or default_budget(head.weight.device)) == "dense":
             return dense(**given)

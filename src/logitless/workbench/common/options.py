@@ -195,11 +195,13 @@ class RunOptions:
     """Also run code of the modules that --config, or the run that --resume goes on with, names as its rewards."""
 
     length_options = "--prompt-length and --completion-length, together"  # that `context_length` comes from
+    whole_weights = "--dtype float32"  # what keeps small updates, which weights of bfloat16 lose
 
     # How the model's body is computed: options of `train` alone.
     attention = "auto"
     mlp_tiles = 1
     offload_activations = False
+    mixed_precision = "no"
 
     @property
     def rope_scaling(self) -> str | None:
@@ -302,6 +304,8 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
     """A value of a file as the field's type; YAML reads 1e-4 as text and 256 as a number."""
     parts = get_args(kind)  # of a Literal or a union
     if get_origin(kind) is Literal:
+        if value is False and "no" in parts:  # which YAML reads so
+            return "no"
         if value in parts:
             return value
         raise OptionError(f"{where} must be one of {', '.join(parts)}, got {short(value)}")

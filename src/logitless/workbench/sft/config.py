@@ -21,6 +21,7 @@ class TrainConfig(RunOptions):
     """
 
     length_options = "--context-length"
+    whole_weights = "--dtype float32 --mixed-precision bf16"
 
     model: ModelName = "tiny"
     """A preset such as tiny or qwen3-0.6b (its shape with random weights), a config.json (the same), a local
@@ -60,6 +61,8 @@ class TrainConfig(RunOptions):
     """nsa: native sparse attention, memory linear in the context. auto: as the checkpoint's config says, else sdpa."""
     mlp_tiles: MlpTiles = 1
     offload_activations: Offloading = False
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """bf16: weights and AdamW's state stay in float32, and matrices are multiplied in bfloat16, by torch's autocast."""
     rope_scaling: str = ""
     """KIND:FACTOR, such as yarn:4, to go beyond the model's positions: yarn or linear."""
     sharding: Literal["ddp", "fsdp2"] = "ddp"
@@ -101,6 +104,8 @@ class TrainConfig(RunOptions):
                 raise OptionError(f"--loss-threshold: with {option} no whole logits are made; leave it out")
         self._check_split()
         self._check_teacher()
+        expected = "float32 with --mixed-precision bf16, which rounds what is multiplied and keeps weights whole"
+        require(self.mixed_precision == "no" or self.dtype != "bfloat16", "dtype", expected, self.dtype)
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.rope_scaling:

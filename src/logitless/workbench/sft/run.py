@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import PartialState
 from rich.console import Console
 from transformers import Trainer
@@ -40,7 +41,7 @@ from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments, model_facts, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
-from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve, rounding_of
+from ..sources.model import ModelSource, build, check_mixed, load_tokenizer, reaching, resolve, rounding_of
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
@@ -141,6 +142,7 @@ def _frozen_at_random(config: TrainConfig) -> str:
 
 def _found(config: TrainConfig, ranks: int) -> Found:
     source = resolve(config.model)
+    check_mixed(config, source)
     layout, tokenizer = _layout(config, source, ranks), load_tokenizer(source)
     return Found(source, layout, tokenizer, Teacher.of(config, tokenizer, source.vocab_size))
 
@@ -201,7 +203,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
     told: dict[str, Any] = {"report_to": config.report_to, "run_name": place.name, "project": project(config.report_to)}
-    given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided}, **told)
+    told |= {"bf16": config.mixed_precision == "bf16", "accelerator_config": {"gradient_accumulation_kwargs": divided}}
+    given = arguments(config, place, rate, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
@@ -220,7 +223,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         if step >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(checkpoint))
             records.rewrite(given)
-            held_out.conclude(given, step, model.to(given.device))
+            with trainer.accelerator.autocast():  # which is around a forward that was prepared to be trained
+                held_out.conclude(given, step, model.to(given.device))
         else:
             held_out.send = trainer.log
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -262,7 +266,8 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         align_tokens(model, parts.tokenizer)
         model.load_state_dict(weights)
     facts = model_facts(model)
-    vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
+    vocab, weight = parts.source.vocab_size, model.get_output_embeddings().weight
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else weight.dtype  # of logits
     rows = min(config.batch_size, len(parts.train))
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
@@ -277,6 +282,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "data": config.data or config.teacher or config.data_name,
         "teacher": None if parts.teacher is None else parts.teacher.summary(),
         **facts,
+        "mixed_precision": config.mixed_precision,
         "vocab_size": vocab,
         "device": str(PartialState().device),
         "ranks": PartialState().num_processes,

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
@@ -57,7 +58,7 @@ class ShardedTrainer(Trainer):
                 split_matrices(self.model, self.mesh[TENSOR])
         if self.layout.fsdp and self.layout.weights > 1:
             # accelerate itself asks for a GPU
-            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model)
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model, self.args.bf16)
             self.is_fsdp_enabled = True
 
     def get_tp_size(self) -> int:
@@ -67,7 +68,10 @@ class ShardedTrainer(Trainer):
         # Prepared already: DDP would refuse parameters that are DTensors. Said no sooner, since Trainer refuses to keep
         # checkpoints of models that were split when it was made.
         self.is_distributed_loading_by_transformers = self.layout.tensor > 1 and not self.is_fsdp_enabled
-        return super()._prepare_for_training(*args, **kwargs)
+        found = super()._prepare_for_training(*args, **kwargs)
+        if self.is_fsdp_enabled and self.args.bf16:  # accelerate puts autocast around all others
+            self.model.forward = self.accelerator.autocast()(self.model.forward)
+        return found
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Makes the sums over ranks that are due, once rather than in each operation of norm and optimizer."""
@@ -124,11 +128,15 @@ class ShardedTrainer(Trainer):
         return {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self._options)}
 
 
-def fsdp2_plugin(model: Any) -> FullyShardedDataParallelPlugin:
-    """FSDP2 with each layer a unit: those that the model's class names and this one has, which may be without some."""
+def fsdp2_plugin(model: Any, mixed: bool = False) -> FullyShardedDataParallelPlugin:
+    """FSDP2 with each layer a unit: those that the model's class names and this one has, which may be without some.
+
+    mixed: weights are gathered in bfloat16; their shards, and sums of gradients over ranks, are in their own dtype.
+    """
     classes = {type(module).__name__ for module in model.modules()}
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
+        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None,
         cpu_ram_efficient_loading=False,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(classes.intersection(model._no_split_modules or ())),

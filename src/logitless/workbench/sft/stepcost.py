@@ -58,6 +58,8 @@ def main() -> None:
 
 def measure_here(config: TrainConfig, tokens: Path) -> Any:
     """Yields (method, result) in turn, in this process."""
+    import torch
+
     from ...integrations.transformers.install import install
     from ...resident import free_bytes
     from ..common.device import device_of
@@ -81,15 +83,16 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
         return
     model.train()  # what is loaded is in eval mode, which keeps every activation whatever checkpointing says
     inner = model.get_base_model() if config.lora_rank else model
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16")
     for method in METHODS:
         install(model, loss=method, memory_budget=config.memory_budget_bytes)
         needed = sum(p.nbytes for p in model.parameters() if p.requires_grad)  # their gradients
         if method == "dense":
             needed += DENSE_COPIES * 4 * batch["input_ids"].numel() * inner.get_output_embeddings().weight.shape[0]
-        yield method, _one(model, batch, device, needed)
+        yield method, _one(model, batch, device, needed, cast)
 
 
-def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
+def _one(model: Any, batch: dict[str, Any], device: Any, needed: int, cast: Any) -> dict[str, Any]:
     from ...resident import Watch, free_bytes, thin, trim
 
     free = free_bytes(device)
@@ -98,12 +101,12 @@ def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[st
         return {"not_measured": does_not_fit}
     try:
         few = {name: tensor[:1, :8] for name, tensor in batch.items()}
-        _step(model, {**few, "labels": few["input_ids"]})  # libraries allocate on their first call
+        _step(model, {**few, "labels": few["input_ids"]}, cast)  # libraries allocate on their first call
         model.zero_grad(set_to_none=True)
         trim()  # what the method before has freed
         start = time.perf_counter()
         with Watch(device) as watch:
-            loss = _step(model, batch)
+            loss = _step(model, batch, cast)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -127,8 +130,9 @@ def _does_not_fit(what: str, needed: int, free: int) -> str:
     return f"does not fit: {what} of {format_bytes(needed)} or more into the {format_bytes(free)} that are free"
 
 
-def _step(model: Any, batch: dict[str, Any]) -> float:
-    loss = model(**batch).loss
+def _step(model: Any, batch: dict[str, Any], cast: Any) -> float:
+    with cast:
+        loss = model(**batch).loss
     loss.backward()
     return loss.item()
 

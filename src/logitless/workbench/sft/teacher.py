@@ -291,7 +291,8 @@ class Taught:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """As Trainer's, which averages over the ranks where `num_items_in_batch` counts the tokens of all of them."""
-        loss = self.teacher.loss(model, inputs, num_items_in_batch)
+        with self.accelerator.autocast():  # that of the model's own forward ended before its head
+            loss = self.teacher.loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return loss

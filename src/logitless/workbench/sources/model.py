@@ -263,6 +263,19 @@ def _check_trainable(source: ModelSource, model: Any) -> None:
         )
 
 
+def check_mixed(config: RunOptions, source: ModelSource) -> None:
+    """OptionError for --mixed-precision where the weights are a checkpoint's own, and not of float32."""
+    import torch
+
+    own = config.dtype == "auto" and source.weights is not None
+    if config.mixed_precision != "no" and own and (found := source.config.dtype) != torch.float32:
+        got = "no dtype in its config.json" if found is None else str(found).removeprefix("torch.")
+        raise OptionError(
+            f"--mixed-precision {config.mixed_precision}: expected float32 weights, --model {source.name} has {got}: "
+            "give --dtype float32"
+        )
+
+
 def rounding_of(config: RunOptions, model: Any) -> str | None:
     """What rounding does to weights of bfloat16 that a run trains themselves, and what to give instead; or None.
 
@@ -274,7 +287,7 @@ def rounding_of(config: RunOptions, model: Any) -> str | None:
         return None
     return (
         "weights of bfloat16 are trained themselves, and most steps change none of over 512 times the learning rate: "
-        "give --dtype float32, or --lora-rank, whose adapters are float32"
+        f"give {config.whole_weights}, or --lora-rank, whose adapters are float32"
     )
 
 
