@@ -11,6 +11,7 @@ from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NAME, attach, documents, padding
 from logitless.models.nsa.options import NSAOptions
 from logitless.models.nsa.saved import load, load_parameters
+from logitless.models.nsa.selected import selected_attention
 from tests.support.allocations import largest_allocation, peak_new_bytes
 
 SMALL = NSAOptions(block=8, stride=4, selected_block=16, selected=4, window=10)
@@ -200,6 +201,18 @@ def test_training_under_autocast_is_near_to_training_in_fp32():
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]))
     exact, rounded = gradients
     assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_autocast_leaves_the_selected_scores_alone():
+    """Backward computes them again: rounded ones would be of other probabilities."""
+    query, key, value = (torch.randn(h, 48, 16).bfloat16().mul_(3).requires_grad_() for h in (4, 2, 2))
+    blocks = torch.arange(3).expand(2, 48, 3)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = selected_attention(query, key, value, blocks, 16, 1.0)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [query, key, value])])
+    assert all(map(torch.equal, *found))
 
 
 def test_checkpointed_layers_give_the_same_gradients():

@@ -40,7 +40,7 @@ LAUNCHER = ["accelerate.commands.launch", "--num_machines", 1, "--mixed_precisio
         (
             "ddp",
             {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            "mixed_precision bf16, .*ion no; --mixed-precision bf16 is that",
+            "mixed_precision bf16, .*ion no; --mixed-precision bf16 is this command's own",
         ),
         ("ddp", {"ACCELERATE_USE_DEEPSPEED": "true"}, "use_deepspeed true, .*; --sharding fsdp2 divides the model"),
         ("ddp", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "use_parallelism_config true"),

@@ -143,6 +143,22 @@ def test_no_without_quotes_in_yaml(tmp_path):
     assert read_file(tmp_path / "run.yaml", TrainConfig(mixed_precision="bf16")).mixed_precision == "no"
 
 
+def test_adapters_beside_weights_of_bfloat16(micro, tmp_path):
+    """The adapters are float32, so nothing is lost; their checkpoint says so."""
+    config = replace(micro.config, dtype="bfloat16", lora_rank=2, max_steps=2, mixed_precision="bf16")
+    run(replace(config.check(), output_dir=tmp_path), QUIET)
+    saved = safetensors.torch.load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert {x.dtype for x in saved.values()} == {torch.float32}
+
+
+def test_what_is_computed_again_or_in_tiles_is_rounded_alike(micro, runs, tmp_path):
+    light = {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 3}
+    run(replace(micro.config, mixed_precision="bf16", max_steps=2, output_dir=tmp_path, **light), QUIET)
+    again, plain = first_step(tmp_path), first_step(runs / "bf16")
+    assert again["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert again["grad_norm"] == pytest.approx(plain["grad_norm"], rel=5e-3)
+
+
 LIGHT = ["--attention", "nsa", "--mlp-tiles", 3, "--gradient-checkpointing", "--offload-activations"]
 
 

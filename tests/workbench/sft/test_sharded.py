@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from logitless.workbench.runs.ending import Interrupted
@@ -37,12 +36,6 @@ def test_units_are_the_layers_that_a_model_has():
     assert plugin.transformer_cls_names_to_wrap == units
     plugin.set_auto_wrap_policy(model)
     assert {kind.__name__ for kind in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]} == set(units)
-
-
-def test_in_mixed_precision_weights_travel_in_bfloat16_and_gradients_do_not():
-    policy = fsdp2_plugin(micro_model(), mixed=True).mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert fsdp2_plugin(micro_model()).mixed_precision_policy is None
 
 
 def test_units_are_not_what_a_launcher_says(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...vocab.face import current_sizing
+from ...vocab.face import current_sizing, full_precision
 
 ROWS = 4096  # queries times heads of a group that meet a block at once
 
@@ -31,7 +31,8 @@ def selected_attention(
     2205.14135): what is read per query and block is one row, not `size` keys. Memory: O(T · (n + D)). Sums in fp32
     (fp64 for fp64), in the order of the blocks.
     """
-    return _Selected.apply(query, key, value, blocks, size, scaling)  # pyright: ignore[reportReturnType]
+    with full_precision(query.device.type):  # autocast would round the scores, which backward computes again
+        return _Selected.apply(query, key, value, blocks, size, scaling)  # pyright: ignore[reportReturnType]
 
 
 class _Selected(torch.autograd.Function):

@@ -105,7 +105,8 @@ class TrainConfig(RunOptions):
         self._check_split()
         self._check_teacher()
         expected = "float32 with --mixed-precision bf16, which rounds what is multiplied and keeps weights whole"
-        require(self.mixed_precision == "no" or self.dtype != "bfloat16", "dtype", expected, self.dtype)
+        whole = self.mixed_precision == "no" or self.lora_rank > 0 or self.dtype != "bfloat16"
+        require(whole, "dtype", expected, self.dtype)
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.rope_scaling:

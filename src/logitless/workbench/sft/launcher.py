@@ -16,7 +16,7 @@ ALWAYS: tuple[Setting, ...] = (
     ("ACCELERATE_USE_DEEPSPEED", "false", "--sharding fsdp2 divides the model"),
     ("ACCELERATE_USE_MEGATRON_LM", "false", "--sharding fsdp2 divides the model"),
     ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "options of logitless train divide the ranks"),
-    ("ACCELERATE_MIXED_PRECISION", "no", "--mixed-precision bf16 is that"),
+    ("ACCELERATE_MIXED_PRECISION", "no", "--mixed-precision bf16 is this command's own"),
     ("ACCELERATE_DYNAMO_BACKEND", "no", "nothing is compiled"),
 )
 WITH_FSDP2: tuple[Setting, ...] = (

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
@@ -58,7 +57,7 @@ class ShardedTrainer(Trainer):
                 split_matrices(self.model, self.mesh[TENSOR])
         if self.layout.fsdp and self.layout.weights > 1:
             # accelerate itself asks for a GPU
-            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model, self.args.bf16)
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model)
             self.is_fsdp_enabled = True
 
     def get_tp_size(self) -> int:
@@ -128,15 +127,11 @@ class ShardedTrainer(Trainer):
         return {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self._options)}
 
 
-def fsdp2_plugin(model: Any, mixed: bool = False) -> FullyShardedDataParallelPlugin:
-    """FSDP2 with each layer a unit: those that the model's class names and this one has, which may be without some.
-
-    mixed: weights are gathered in bfloat16; their shards, and sums of gradients over ranks, are in their own dtype.
-    """
+def fsdp2_plugin(model: Any) -> FullyShardedDataParallelPlugin:
+    """FSDP2 with each layer a unit: those that the model's class names and this one has, which may be without some."""
     classes = {type(module).__name__ for module in model.modules()}
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None,
         cpu_ram_efficient_loading=False,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(classes.intersection(model._no_split_modules or ())),

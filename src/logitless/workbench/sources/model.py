@@ -264,10 +264,10 @@ def _check_trainable(source: ModelSource, model: Any) -> None:
 
 
 def check_mixed(config: RunOptions, source: ModelSource) -> None:
-    """OptionError for --mixed-precision where the weights are a checkpoint's own, and not of float32."""
+    """OptionError for --mixed-precision where what is trained is a checkpoint's own weights, and not of float32."""
     import torch
 
-    own = config.dtype == "auto" and source.weights is not None
+    own = config.dtype == "auto" and source.weights is not None and not config.lora_rank
     if config.mixed_precision != "no" and own and (found := source.config.dtype) != torch.float32:
         got = "no dtype in its config.json" if found is None else str(found).removeprefix("torch.")
         raise OptionError(
