@@ -55,7 +55,7 @@ def task_of(sizes: Sizes, method: str, carry: str = "sweeps") -> Task:
     torch.manual_seed(0)
     model = adapted(sizes.shape(1)).to(sizes.device)
     reward = SoftReward.of(Qwen3ForSequenceClassification(sizes.shape(2)).to(sizes.device), sizes.vocab, 1)
-    return Task(sizes.config(method, carry), model, None, reward, sizes.vocab, end=-1)
+    return Task(sizes.config(method, carry), model, None, reward, sizes.vocab, end=None)
 
 
 def method_of(task: Task, method: str, carry: str = "sweeps") -> Method:

@@ -37,7 +37,7 @@ class Task:
     frozen: Any  # the reference; None: the policy without its adapters
     reward: Reward
     vocab_size: int
-    end: int
+    end: int | None  # the id after which a completion is finished; None: none is
 
     def readers(self) -> tuple[Reader, Reader]:
         """Policy and reference, as the parameters now stand."""
