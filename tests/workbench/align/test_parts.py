@@ -370,6 +370,23 @@ class TestData:
         rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
         assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
 
+    @pytest.mark.parametrize("method", ["grpo", "rloo", "intuitor", "dpo"])
+    def test_the_columns_beside_messages_are_the_rewards(self, talker, tmp_path, method):
+        asked, said = json.loads(ASKED), json.loads(SAID)
+        path = tmp_path / "rows.jsonl"
+        path.write_text((json.dumps({"messages": asked + said, "answer": 4}) + "\n") * 4)
+        train, held = rows_of(config(path, method=method), talker, 2)
+        own = {"completion": said} if method == "dpo" else {"answer": 4}
+        assert all(row == {"prompt": asked, **own} for row in [*train, *held])
+
+    @pytest.mark.parametrize(("method", "rewards", "said"), [("grpo", "m:f", 1), ("grpo", None, 0), ("dpo", None, 0)])
+    def test_a_column_that_trl_keeps_from_rewards_is_told(self, tokenizer, tmp_path, method, rewards, said):
+        path, heard = tmp_path / "rows.jsonl", []
+        path.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+        rows_of(config(path, method=method, rewards=rewards), tokenizer, 2, heard.append)
+        told = f"--data {path}: TRL gives rewards no column named 'completion': rename it to have it there"
+        assert heard == [told] * said
+
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
         parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path, train=rows, held_out=[])

@@ -248,5 +248,5 @@ def test_what_is_a_conversation():
     assert is_chat({"prompt": "", "completion": "", "id": 1})
     assert not any(map(is_chat, (["text"], ["text", "messages"], ["prompt"], ["prompt", "chosen", "rejected"], [])))
     assert prompt_of({"messages": [ASKED, SAID]}) == {"prompt": [ASKED]}
-    assert prompt_of({"messages": [ASKED]}) == {"prompt": [ASKED]}
+    assert prompt_of({"messages": [ASKED], "answer": 4}) == {"prompt": [ASKED], "answer": 4}
     assert prompt_of({"prompt": "x", "messages": []}) == {"prompt": "x", "messages": []}

@@ -197,6 +197,8 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer, remark: Remark) -> tup
     if isinstance(rows[0]["prompt"], list) and any(row.get("tools") not in NO_TOOLS for x in given for row in x or ()):
         remark(f"--data {config.data}: prompts are written without the tools of their rows")  # as TRL writes them
     if config.kind.rollouts:  # whose rewards are given the other columns
+        if config.rewards and any("completion" in row for row in every):
+            remark(f"--data {config.data}: TRL gives rewards no column named 'completion': rename it to have it there")
         return rows, held
 
     def told(some: list[Row]) -> list[Row]:
@@ -220,7 +222,7 @@ def _pair_of(row: Row) -> Row:
     found, messages = prompt_of(row), row.get("messages")
     if "prompt" in row or not isinstance(messages, list) or found.get("prompt", messages) == messages:
         return found
-    return {**found, "completion": messages[-1:]}
+    return {"prompt": found["prompt"], "completion": messages[-1:]}
 
 
 def _check_row(row: Row, columns: tuple[str, ...], where: str) -> None:

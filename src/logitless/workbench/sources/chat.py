@@ -40,11 +40,12 @@ class Example:
 
 
 def prompt_of(row: Row) -> Row:
-    """The row with a `prompt`: of a conversation, all before the assistant's last answer."""
+    """The row with a `prompt`, which of a conversation is all before the assistant's last answer, in its place."""
     messages: Any = row.get("messages")
     if "prompt" in row or unsaid(messages, text=False):
         return row
-    return {"prompt": messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages}
+    prompt = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
+    return {"prompt": prompt, **{name: value for name, value in row.items() if name != "messages"}}
 
 
 def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False) -> Example:
