@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl.exact_kl import gap
-from logitless.integrations.trl.trainers import install
+from logitless.integrations.trl.trainers import install, uninstall
 from tests.support.integrations.tiny import halved
 from tests.support.integrations.trl import runs
 
@@ -114,11 +114,35 @@ def test_it_is_not_the_sampled_kl(trainer):
     assert abs(trainer.compute_loss(trainer.model, batch).item() - sampled) > 1e-3
 
 
+def adapted(place):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(place), config)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_no_reference_is_run_before_the_loss(untied, adapters, monkeypatch):
+    trainer = runs.grpo(untied, adapted(untied) if adapters else None, beta=0.4)
+    install(trainer, exact_kl=True)
+    scored, score = [], trainer._get_per_token_logps_and_entropies
+
+    def scores(*args, **kwargs):
+        scored.append(args)
+        return score(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", scores)
+    batch = batch_of(trainer)
+    assert not scored
+    assert "ref_per_token_logps" not in batch
+    assert trainer.beta == 0.4
+    uninstall(trainer)  # TRL's own loss wants the reference's log-probs
+    assert trainer._buffered_inputs is None
+    assert "ref_per_token_logps" in batch_of(trainer)
+    assert len(scored) == 1
+
+
 @pytest.mark.slow
 def test_the_reference_is_the_policy_without_its_adapter(untied):
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config)
-    trainer = runs.grpo(untied, model, beta=0.4, loss_type="dapo")
+    trainer = runs.grpo(untied, adapted(untied), beta=0.4, loss_type="dapo")
     trainer.current_gradient_accumulation_steps = 1
     install(trainer, exact_kl=True)
     batch = batch_of(trainer)

@@ -172,6 +172,13 @@ def test_a_step_whose_first_parameters_are_others_is_refused(monkeypatch):
         contract.require("GRPOTrainer", replay=True)
 
 
+def test_rollouts_that_begin_with_other_parameters_are_refused(monkeypatch):
+    monkeypatch.setitem(contract.FIRST, "_generate_and_score_completions", ("self", "prompts"))
+    contract.require("GRPOTrainer")
+    with pytest.raises(ConfigError, match=r"_completions begins with \(self, inputs\), expected \(self, prompts\)"):
+        contract.require("GRPOTrainer", exact_kl=True)
+
+
 def test_a_model_without_an_output_head(trainer):
     before = state_of(trainer)
     trainer.model.get_output_embeddings = lambda: None

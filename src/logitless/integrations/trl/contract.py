@@ -77,6 +77,7 @@ SAMPLING = {
 FIRST = {"_generate_single_turn": ("self", "prompt_ids"), "_generate_and_score_completions": ("self", "inputs"),
          "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep",
                                                 "batch_size")}  # fmt: skip
+ROLLOUTS = SAMPLING["GRPOTrainer"][1]  # in which the exact KL keeps GRPO from running its reference
 # The one place where GRPO turns the reference's log-probs into a KL.
 K3 = (
     'inputs["ref_per_token_logps"]',
@@ -121,7 +122,7 @@ def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:
     if kind in FUSED_TRAINERS:
         changed += filter(None, [moved_fields()])
     if exact_kl:
-        changed += filter(None, [moved_k3()])
+        changed += filter(None, [moved_k3(), moved_start(ROLLOUTS)])
     if replay:
         changed += filter(None, map(moved_start, SAMPLING[kind]))
     if changed:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...vocab.face import LMHead
-from ..transformers.lm_head import captured, forward_with, head_of
+from ..transformers.lm_head import captured, forward_with, head_of, replaced
 
 NEWTON_STEPS = 12  # quadratic from above: 6 reach float64 for every KL from 1e-16 to 1e4
 
@@ -25,10 +25,20 @@ class ExactKL:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.before = trainer._generate_and_score_completions
         self.batch: dict[str, Any] | None = None  # the batch whose loss is being computed
 
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What takes the place of the trainer's methods, by name."""
+        return {"_generate_and_score_completions": self.rollouts, "_compute_loss": self.compute_loss}
+
+    def rollouts(self, inputs: Any) -> dict[str, Any]:
+        """Completions with their rewards, without the reference's log-probs, which `put` would replace."""
+        with replaced(self.trainer, "beta", 0.0):  # TRL then runs no reference, and reads it for nothing else here
+            return self.before(inputs)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """What takes the place of `trainer._compute_loss`."""
+        """The trainer's loss, whose penalty is the exact KL."""
         args, self.batch = self.trainer.args, dict(inputs)
         corrected, args.use_bias_correction_kl = args.use_bias_correction_kl, False  # there is no sampling to correct
         try:

@@ -65,7 +65,6 @@ class Fused:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     exact: ExactKL | None = None  # the policy's, where its KL is exact
     replay: Replay | None = None  # the trainer's, where what was sampled from is replayed
-    unread: bool = False  # a reference whose log-probs nobody reads
     pair_means: Callable[[LMHead, Tensor], Tensor] | None = None  # in the place of each token's mean logit
     on: bool = False
     watch: Watch = field(default_factory=Watch)
@@ -96,8 +95,6 @@ class Fused:
         **kwargs: Any,
     ) -> TokenOutput:
         targets, width = _targets(labels, shift_labels)
-        if self.unread:
-            return TokenOutput(log_probs=torch.zeros_like(targets[:, :width], dtype=torch.float32))
         kwargs["use_cache"] = False
         self.watch.before()
         with self.autocast():

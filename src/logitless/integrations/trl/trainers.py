@@ -214,13 +214,13 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool,
     if reference is not None:
         reference = causal_lm(reference)
         scored = _fused_forward(trainer, reference, Wanted((), memory_budget=wanted.memory_budget))
-        scored.unread, scored.replay = exact_kl, replay
+        scored.replay = replay
         changes.append(Change(reference, "forward", scored.method(reference), scored))
     if exact_kl:
         fused.exact = _exact_kl(trainer, kind)
-        changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
-    if replay is not None:
-        changes += [Change(trainer, name, method) for name, method in replay.methods().items()]
+    own = fused.exact or replay  # never both
+    if own is not None:
+        changes += [Change(trainer, name, method) for name, method in own.methods().items()]
         changes.append(Emptied(trainer, "_buffered_inputs", None))
     return Installed(changes)
 
