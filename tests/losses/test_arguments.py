@@ -38,6 +38,16 @@ def test_an_argument_of_another_shape_is_refused_by_its_name(name):
             getattr(losses, name)(**{**given, wrong: given[wrong][:1]}, **more)
 
 
+def test_one_number_per_sequence_is_to_be_expanded_and_nothing_else_is():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match=r"^advantages .* shape \(2, 3\), got \(2,\): expand one number per sequence"):
+        losses.reinforce(x, x[:, 0])
+    with pytest.raises(ShapeError, match=r"shape \(2, 3\), got \(1, 3\): give one number for each of them$"):
+        losses.reinforce(x, x[:1])
+    with pytest.raises(ShapeError, match=r"^rejected .* shape \(3,\), got \(2,\): give one number for each of them$"):
+        losses.dpo(x[0], x[:, 0], x[0], x[0])
+
+
 DEFAULTS = {
     "label_smoothing": {"smoothing": 0.1},
     "z_loss": {"weight": 1e-4},

@@ -12,10 +12,10 @@ def same_shape(logprob: Tensor, /, **others: Tensor | None) -> None:
     """Refuse silent broadcasting: (T,) advantages against (T, T) log-probs would pair the wrong tokens."""
     for name, other in others.items():
         if other is not None and other.shape not in (logprob.shape, ()):
-            raise ShapeError(
-                f"{name} must have the log-probs' shape {tuple(logprob.shape)}, got {tuple(other.shape)}: "
-                f"expand one number per sequence with `{name}[:, None].expand_as(logprob)`"
-            )
+            each = f"expand one number per sequence with `{name}[..., None].expand_as(logprob)`"
+            advice = each if other.shape == logprob.shape[:-1] else "give one number for each of them"
+            expected = f"the log-probs' shape {tuple(logprob.shape)}"
+            raise ShapeError(f"{name} must have {expected}, got {tuple(other.shape)}: {advice}")
 
 
 def check_record(

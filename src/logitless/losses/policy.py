@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import OptionError, ShapeError
 from ._numbers import expm1_minus, gap, most, ratio, same_shape
 from .preference import sequence_logprob
 
@@ -181,6 +181,7 @@ def gspo(
     batch's is its mean. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071.
     """
     same_shape(logprob, old_logprob=old_logprob, mask=mask)
+    _check_of_responses(advantages, logprob)
     mean = sequence_logprob(gap(logprob, old_logprob), mask, average=True)
     return ppo_clip(mean, torch.zeros_like(mean), advantages, clip_low, clip_high)
 
@@ -204,7 +205,7 @@ def gmpo(
     if not clip >= 0.0:
         raise OptionError(f"clip must be at least 0, got {clip}")
     same_shape(logprob, old_logprob=old_logprob, mask=mask)
-    same_shape(logprob.sum(-1), advantages=advantages)  # of no token, too
+    _check_of_responses(advantages, logprob)
     d = gap(logprob, old_logprob)
     d = torch.where(advantages[..., None] > 0, d.clamp_max(clip), d.clamp_min(-clip))
     mean = sequence_logprob(d, mask, average=True)
@@ -234,12 +235,13 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """Unbiased, never negative sampled estimate of KL(policy‖reference), with the reverse KL's mean gradient.
+    """Unbiased, never negative sampled estimate of KL(policy‖reference), with KL(reference‖policy)'s mean gradient.
 
         d = ref_logprob - p
         penalty = d.exp() - 1 - d
 
-    Reads `logprob`; keeps its digits when policy and reference nearly agree.
+    Reads `logprob`; keeps its digits when policy and reference nearly agree. `kl_k2` and `kl_exact` have the gradient
+    of KL(policy‖reference) itself.
     Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
     """
     same_shape(logprob, ref_logprob=ref_logprob)
@@ -332,6 +334,15 @@ def batch_loss(
     same_shape(loss, mask=mask)
     counted = torch.where(mask.bool(), loss, torch.zeros_like(loss))
     return (token_weights(mask.bool().to(loss.dtype), scheme, length).to(loss.dtype) * counted).sum()
+
+
+def _check_of_responses(advantages: Tensor, logprob: Tensor) -> None:
+    expected = logprob.shape[:-1]
+    if advantages.shape not in (expected, ()):
+        raise ShapeError(
+            f"advantages must have one number per response, {tuple(expected)}, got {tuple(advantages.shape)}: "
+            "give each response's own, not expanded to its tokens"
+        )
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
