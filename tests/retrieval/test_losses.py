@@ -91,6 +91,22 @@ def test_a_query_with_fewer_documents():
     torch.testing.assert_close(gradient, torch.autograd.grad(sum(expected) / 3, s)[0])
 
 
+def test_losses_of_no_query():
+    """0, whose gradient is 0; a query that does not count leaves the mean to the others."""
+    x, none = torch.randn(2, 3, requires_grad=True), torch.zeros(0, 3, requires_grad=True)
+    of_none = [
+        (retrieval.in_batch_loss(x, torch.tensor([-100, -100])), x),
+        (retrieval.in_batch_loss(none), none),
+        (retrieval.margin_mse(*[none[:, 0]] * 4), none),
+        (retrieval.distillation_kl(none, none), none),
+    ]
+    for loss, leaf in of_none:
+        assert loss == 0
+        assert torch.equal(torch.autograd.grad(loss, leaf)[0], torch.zeros_like(leaf))
+    one = retrieval.in_batch_loss(x[1:], torch.tensor([2]))
+    torch.testing.assert_close(retrieval.in_batch_loss(x, torch.tensor([-100, 2])), one)
+
+
 def test_activation():
     x = torch.tensor([-torch.inf, -1.0, 0.0, 2.0])
     torch.testing.assert_close(retrieval.splade_activation(x), torch.tensor([0, 0, 0, 3.0]).clamp(min=1).log())
@@ -115,6 +131,11 @@ def test_what_is_refused():
             lambda: retrieval.in_batch_loss(x.T, [0, 2]),
             DtypeError,
             "positives: expected a tensor of integers, got list",
+        ),
+        (
+            lambda: retrieval.in_batch_loss(x.T, torch.tensor([1])),
+            ShapeError,
+            r"positives: expected a document for each query, \(2,\), got \(1,\); a query without one has -100",
         ),
         (lambda: retrieval.in_batch_loss(x.T, torch.tensor([-1, 2])), LabelError, "documents in 0..2, got -1; count"),
         (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),

@@ -15,6 +15,8 @@ from ..errors import DtypeError, LabelError, OptionError, ShapeError
 from ..vocab.face import dtype_of, of_integers
 from .sparse import SparseRows
 
+IGNORED = -100  # torch's mark of a label that does not count
+
 
 def flops(weights: Tensor | SparseRows) -> Tensor:
     """How many products a score takes on average, smoothed: what makes documents sparse, evenly over the vocabulary.
@@ -35,8 +37,9 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
 
         loss = F.cross_entropy(scores / temperature, positives)
 
-    scores: (Q, B), B ≥ Q; positives: (Q,), each query's document, the first Q in their order unless given; further
-    documents are hard negatives. Karpukhin et al., arXiv 2004.04906; in SPLADE v2: arXiv 2109.10086.
+    scores: (Q, B), B ≥ Q; positives: (Q,), each query's document, the first Q in their order unless given, -100 for a
+    query that does not count; further documents are hard negatives. 0 of no query. Raises ShapeError, DtypeError,
+    LabelError, OptionError. Karpukhin et al., arXiv 2004.04906; in SPLADE v2: arXiv 2109.10086.
     """
     if scores.dim() != 2 or (positives is None and scores.shape[0] > scores.shape[1]):
         raise ShapeError(f"scores: expected (queries, documents), a document for each query, got {tuple(scores.shape)}")
@@ -45,17 +48,20 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
     if positives is None:
         positives = torch.arange(scores.shape[0], device=scores.device)
     else:
-        _check_positives(positives, scores.shape[1])
-    return F.cross_entropy(scores / temperature, positives.long())
+        _check_positives(positives, *scores.shape)
+    losses = F.cross_entropy(scores / temperature, positives.long(), reduction="none")
+    return (losses / (positives != IGNORED).sum().clamp(min=1)).sum()
 
 
-def _check_positives(positives: Tensor, documents: int) -> None:
+def _check_positives(positives: Tensor, queries: int, documents: int) -> None:
     if not of_integers(positives):
         raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(positives)}")
+    if positives.shape != (queries,):
+        got = f"({queries},), got {tuple(positives.shape)}"
+        raise ShapeError(f"positives: expected a document for each query, {got}; a query without one has {IGNORED}")
     if torch.compiler.is_compiling():
         return  # a graph looks at no values
-    ignored = positives == -100  # torch's mark of a query that does not count
-    wrong = positives[((positives < 0) | (positives >= documents)) & ~ignored]
+    wrong = positives[((positives < 0) | (positives >= documents)) & (positives != IGNORED)]
     if wrong.numel():
         raise LabelError(
             f"positives: expected documents in 0..{documents - 1}, got {int(wrong[0])}; count them in the batch"
@@ -67,12 +73,13 @@ def margin_mse(positive: Tensor, negative: Tensor, teacher_positive: Tensor, tea
 
         loss = ((positive - negative) - (teacher_positive - teacher_negative)).square().mean()
 
-    All of one shape. Hofstätter et al., arXiv 2010.02666; in SPLADE v2 and v3: arXiv 2109.10086, 2403.06789.
+    All of one shape, else ShapeError; 0 of no query. Hofstätter et al., arXiv 2010.02666; in SPLADE v2 and v3:
+    arXiv 2109.10086, 2403.06789.
     """
     shapes = {tuple(x.shape) for x in (positive, negative, teacher_positive, teacher_negative)}
     if len(shapes) > 1:
         raise ShapeError(f"margin_mse: expected four tensors of one shape, got {sorted(shapes)}")
-    return F.mse_loss(positive - negative, teacher_positive - teacher_negative)
+    return _mean(F.mse_loss(positive - negative, teacher_positive - teacher_negative, reduction="none"))
 
 
 def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
@@ -81,12 +88,16 @@ def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
         t, s = teacher_scores.log_softmax(-1), scores.log_softmax(-1)
         loss = (t.exp() * (t - s)).sum(-1).mean()
 
-    scores, teacher_scores: (Q, K), -inf in both past the documents of a query that has fewer. Lassance et al.,
-    "SPLADE-v3", arXiv 2403.06789.
+    scores, teacher_scores: (Q, K), -inf in both past the documents of a query that has fewer. 0 of no query. Raises
+    ShapeError. Lassance et al., "SPLADE-v3", arXiv 2403.06789.
     """
     if scores.shape != teacher_scores.shape:
         got = f"{tuple(scores.shape)} and {tuple(teacher_scores.shape)}"
         raise ShapeError(f"distillation_kl: expected scores of one shape, got {got}")
     s, t = scores.log_softmax(-1), teacher_scores.log_softmax(-1)
     terms = F.kl_div(s, t, reduction="none", log_target=True)
-    return terms.masked_fill(t == -math.inf, 0.0).sum(-1).mean()
+    return _mean(terms.masked_fill(t == -math.inf, 0.0).sum(-1))
+
+
+def _mean(losses: Tensor) -> Tensor:
+    return losses.mean() if losses.numel() else losses.sum()  # of none 0, with a graph
