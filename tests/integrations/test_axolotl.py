@@ -57,7 +57,9 @@ def test_the_name_in_its_yaml_is_the_plugin():
     assert type(load_plugin(name)) is ours.LogitlessPlugin
 
 
-@pytest.mark.parametrize("name", ["use_dft", "diffusion", "diffusion_lm", "diffusion_decision"])
+@pytest.mark.parametrize(
+    "name", ["flash_attn_cross_entropy", "use_dft", "diffusion", "diffusion_lm", "diffusion_decision"]
+)
 def test_losses_of_one_version_or_another_are_refused(name):
     plugin = ours.LogitlessPlugin()
     with pytest.raises(ConfigError, match=f"expected axolotl's cross-entropy, got {name};"):

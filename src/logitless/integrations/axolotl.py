@@ -38,8 +38,8 @@ from axolotl.integrations.base import BasePlugin
 # Settings of axolotl that replace the logitless loss, or ask for its logits.
 OTHER_LOSSES = (
     "rl", "orpo_alpha", "chunked_cross_entropy", "use_eaft", "cut_cross_entropy", "liger_fused_linear_cross_entropy",
-    "liger_cross_entropy", "kd_trainer", "reward_model", "process_reward_model", "use_dft", "diffusion", "diffusion_lm",
-    "diffusion_decision",
+    "liger_cross_entropy", "flash_attn_cross_entropy", "kd_trainer", "reward_model", "process_reward_model", "use_dft",
+    "diffusion", "diffusion_lm", "diffusion_decision",
 )  # fmt: skip
 
 
