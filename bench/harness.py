@@ -12,13 +12,15 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -32,8 +34,11 @@ MB = 1e6
 M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD = -1, 128 * 1024  # of glibc's malloc.h and its manual
 M_MMAP_MAX, DEFAULT_MMAP_MAX = -4, 65_536
 PACKAGES = (
-    "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy",
+    "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy", "jax",
+    "gguf", "lm-eval",
 )  # fmt: skip
+Record = dict[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 if os.environ.get("BENCH_ONEDNN"):  # which workers inherit
@@ -63,23 +68,36 @@ def processor() -> str:
     return f"{name} (family {known['cpu family']}, model {known['model']})" if "cpu family" in known else name
 
 
-def environment() -> dict[str, Any]:
-    """The machine and versions that every published number stands beside."""
-    commit = said("git", "rev-parse", "--short", "HEAD")
+def commit() -> str | None:
+    """The commit, with -dirty where src/ or bench/ is not as in it, a script that is not in it yet included."""
+    head = said("git", "rev-parse", "--short", "HEAD")
+    changed = said("git", "status", "--porcelain", "--", ":/src", ":/bench", ":(top,exclude)bench/results")
+    return f"{head}-dirty" if head and changed else head or None
+
+
+def preloaded_allocator() -> str | None:
+    """The allocator's library that this process was started with, without its folder."""
+    libraries = [Path(x).name for x in os.environ.get("LD_PRELOAD", "").split(":")]
+    return next((x for x in libraries if "malloc" in x), None)
+
+
+def environment(threads: int | None = None) -> Record:
+    """The machine and versions that every published number stands beside; threads: of others than this process."""
     return {
         "kind": "environment",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": processor(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
-        "threads": THREADS,
+        "threads": threads or torch.get_num_threads(),
         "fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
-        "commit": commit or None,
+        "commit": commit(),
+        "allocator": preloaded_allocator(),
         "versions": {name: version_of(name) for name in PACKAGES},
     }
 
@@ -101,6 +119,36 @@ def timed(run: Callable[[], Any], calls: int = 1) -> tuple[float, float]:
         run()
     wall, own, all_ = time.perf_counter() - wall, time.process_time() - own, machine_busy_seconds() - all_
     return wall / calls, max(0.0, all_ - own) / (wall * (os.cpu_count() or 1))
+
+
+class Turn(NamedTuple):
+    """One call: wall seconds, this process's CPU seconds, and the part of the machine that others kept busy."""
+
+    wall: float
+    cpu: float
+    others: float
+
+
+def in_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[Turn]]:
+    """Every step once a round, so that a busy minute meets all of them; a first round, which warms up, is left out."""
+    found: dict[Key, list[Turn]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            own = time.process_time()
+            wall, others = timed(step)
+            if number:
+                found[name].append(Turn(wall, time.process_time() - own, others))
+    return found
+
+
+def least(turns: Iterable[Turn], clock: str = "cpu") -> float:
+    """Seconds of the fastest call, by this process's clock or by the one on the wall."""
+    return min(getattr(turn, clock) for turn in turns)
+
+
+def busiest(found: Mapping[Any, list[Turn]]) -> float:
+    """The largest part of the machine that others kept busy during a call."""
+    return max(turn.others for turns in found.values() for turn in turns)
 
 
 def release_memory() -> None:
@@ -222,10 +270,25 @@ def _serve(connection: Any, build: Callable[..., Any], args: tuple[Any, ...]) ->
         connection.send(reply)
 
 
-def write_line(path: Path, record: dict[str, Any]) -> None:
+def results(out: Path | None, threads: int | None = None, **about: Any) -> Callable[[Record], None]:
+    """Begins a new result file with the machine's line, and gives what adds a row; without a file rows go nowhere.
+
+    To be called before anything is measured: a file that exists is refused, and the machine's load is that of a start.
+    """
+    if out is None:
+        return lambda row: None
+    if out.exists():
+        print(f"error: --out: expected a new file, got {out}, which exists; name another or remove it", file=sys.stderr)
+        raise SystemExit(2)
+    write_line(out, environment(threads) | about)
+    return partial(write_line, out)
+
+
+def write_line(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps({"schema": SCHEMA} | record) + "\n")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]

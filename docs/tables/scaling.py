@@ -26,7 +26,7 @@ def scaling(records: list[Record]) -> str:
         parts.append(f"{_growth(some, names)} {_limits(some, names)}")
     env = records[0]
     busy = max(r["others"] for r in rows)
-    kept = f"used again ({env['allocator']})" if "allocator" in env else "given back"
+    kept = f"used again ({env['allocator']})" if env.get("allocator") else "given back"
     parts.append(
         f"`bare`: seconds of the fastest bare products. The others: times that, and the peak above the inputs. Least "
         f"of {env['rounds']} rounds; freed memory is {kept}. "

@@ -51,6 +51,7 @@ def test_a_size_at_a_time_grows_and_is_drawn(tmp_path, monkeypatch):
         assert row["methods"]["dense"]["peak_mb"] > 4e-6 * n * v
         assert min(m["seconds"] for m in row["methods"].values()) > 0
     assert f"| tokens | 256, 8, 16 | {THREADS} |" in scaling_page(records)
+    assert "freed memory is given back." in scaling_page(records)
     scaling.main(["--out", str(out), "--png", str(tmp_path / "figure.png")])
     with Image.open(tmp_path / "figure.png") as figure:
         assert min(figure.size) > 500
