@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from bench.cases import CASES, SHAPES, Shape, make_tensors
+from bench.cases import CASES, SHAPES, Case, Shape, make_tensors
 from bench.cpu.cores import PLACES, place, round_trip
 from bench.harness import environment, write_line
-from bench.peers import METHODS
+from bench.peers import Method, chosen
 
 
 def cpu_seconds() -> float:
@@ -27,17 +27,9 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def preloaded_allocator() -> str | None:
-    """The allocator's library that this process was started with, without its folder."""
-    libraries = [Path(x).name for x in os.environ.get("LD_PRELOAD", "").split(":")]
-    return next((x for x in libraries if "malloc" in x), None)
-
-
-def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+def least_seconds(case: Case, shape: Shape, methods: Sequence[Method], rounds: int) -> dict[str, dict[str, float]]:
     """Per method: the CPU seconds of the first call, and the least of a call, of all and by where the cores lay."""
-    case = CASES[name]
     tensors = make_tensors(case, shape)
-    methods = [m for m in METHODS[name] if m.kind in ("ours", "floor") or m.name.startswith(peers)]
     # the same memory for each
     steps = {m.name: m.build(case, {name: x.detach() for name, x in tensors.items()}) for m in methods}
     found = {}
@@ -69,13 +61,17 @@ def described(seconds: dict[str, float]) -> str:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.in_turn", description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--peers", help="comma-separated beginnings of others' names, to measure them too")
+    parser.add_argument("--peers", default="", help="comma-separated beginnings of others' names, to measure them too")
     parser.add_argument("--shape", help="tokens,hidden,vocabulary instead of 2048,512,131072")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args(arguments)
-    options.peers = tuple(options.peers.split(",")) if options.peers else ()
+    peers = options.peers.split(",") if options.peers else ()
+    try:
+        options.methods = chosen(options.cases.split(","), peers, ("ours", "floor"))
+    except ValueError as error:
+        parser.error(str(error))
     options.shape = Shape(*map(int, options.shape.split(","))) if options.shape else SHAPES["full"]
     return options
 
@@ -83,17 +79,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
-    env = environment() | {"threads": options.threads}
-    for name in options.cases.split(","):
+    env = environment()
+    for name, methods in options.methods.items():
         load = os.getloadavg()[0]
-        found = least_seconds(name, options.shape, options.rounds, options.peers)
+        found = least_seconds(CASES[name], options.shape, methods, options.rounds)
         print(f"{name}: {options.shape}, {options.threads} threads, load {load:.1f}", flush=True)
         for method, s in sorted(found.items(), key=lambda item: item[1]["least_s"]):
             print(f"{method:>40}  {described(s)}", flush=True)
         if options.out:
             s = options.shape
             about = {"kind": "in turn", "case": name, "shape": [s.tokens, s.hidden, s.vocab]}
-            measured = {"load": load, "rounds": options.rounds, "allocator": preloaded_allocator(), "methods": found}
+            measured = {"load": load, "rounds": options.rounds, "methods": found}
             write_line(options.out, env | about | measured)
     return 0
 

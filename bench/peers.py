@@ -1,7 +1,7 @@
 """Who is measured: for each case, how to build a step. Peers' packages are imported only when one is built."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,15 @@ class Method:
     name: str
     build: Callable[[Case, Tensors], Step]
     kind: str = "peer"  # ours | peer | floor
+
+    def begins(self, start: str) -> bool:
+        """Whether its name begins so, its own or the shown one."""
+        return self.name.startswith(start) or shown(self.name).startswith(start)
+
+
+def shown(name: str) -> str:
+    """A method's name in tables and plots, where plain torch is what logitless is set against."""
+    return "dense" if name == "torch" else name
 
 
 # ---------------------------------------------------------------- floors: matrix products and nothing else
@@ -282,3 +291,18 @@ METHODS: dict[str, tuple[Method, ...]] = dict.fromkeys(CASES, _ALWAYS) | {
     "frozen": (*_ALWAYS, *_FUSED),
     "ppo": (*_ALWAYS, _ROOMY),
 }
+
+
+def chosen(cases: Sequence[str], starts: Sequence[str], always: Container[str]) -> dict[str, list[Method]]:
+    """By case, the methods whose names begin with one of `starts`, and those whose kind is in `always`.
+
+    Raises ValueError for a case that does not exist, and for a beginning that no method of all these cases has.
+    """
+    if unknown := [name for name in cases if name not in METHODS]:
+        raise ValueError(f"unknown case {unknown[0]!r}; choose from {', '.join(METHODS)}")
+    known = [m for case in cases for m in METHODS[case]]
+    for start in starts:
+        if not any(m.begins(start) for m in known):
+            names = ", ".join(dict.fromkeys(shown(m.name) for m in known))
+            raise ValueError(f"no method of {', '.join(cases)} begins with {start!r}; they are {names}")
+    return {case: [m for m in METHODS[case] if m.kind in always or any(map(m.begins, starts))] for case in cases}

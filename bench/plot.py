@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.cases import CASES
 from bench.harness import read_lines
+from bench.peers import shown
 from bench.ratios import add_ratios, fastest_floor
 
 Record = dict[str, Any]
@@ -23,11 +24,6 @@ def by_case(records: list[Record]) -> dict[str, list[Record]]:
     for found in cases.values():
         add_ratios(found)
     return cases
-
-
-def _shown(record: Record) -> str:
-    """A method's name in tables and plots, where plain torch is what logitless is set against."""
-    return "dense" if record["method"] == "torch" else record["method"]
 
 
 def _best_peer(records: list[Record]) -> Record | None:
@@ -85,13 +81,13 @@ def full_table(records: list[Record]) -> str:
 
 def _full_row(r: Record) -> str:
     if r["status"] != "ok":
-        return f"| {_shown(r)} | {r['status']}: {r['reason']} | | | | | |"
+        return f"| {shown(r['method'])} | {r['status']}: {r['reason']} | | | | | |"
     most = "one round" if len(r["seconds"]) == 1 else f"{r['most_s']:.3f}"
     times = f"{r['least_s']:.3f} ({most})"
     bare = f"{r['to_bare']:.3f} ({r['to_bare_spread'][0]:.3f}-{r['to_bare_spread'][1]:.3f})"
     dense = f"{r['to_torch']:.3f}" if "to_torch" in r else "–"
     error = f"{max(r['errors'].values()):.0e}" if "errors" in r else "–"
-    return f"| {_shown(r)} | {times} | {bare} | {dense} | {r['peak_mb']:.0f} | {r['kept_mb']:.0f} | {error} |"
+    return f"| {shown(r['method'])} | {times} | {bare} | {dense} | {r['peak_mb']:.0f} | {r['kept_mb']:.0f} | {error} |"
 
 
 def caption(records: list[Record]) -> str:
@@ -125,7 +121,7 @@ def draw(records: list[Record], path: Path) -> None:
     for (name, found), (time_axis, memory_axis) in zip(cases.items(), axes, strict=True):
         found.sort(key=lambda r: r["to_bare"], reverse=True)
         colours = [COLOURS[r["method_kind"]] for r in found]
-        labels = [_shown(r) for r in found]
+        labels = [shown(r["method"]) for r in found]
         ratios = [r["to_bare"] for r in found]
         bars = time_axis.barh(labels, [min(x, CLIP) for x in ratios], color=colours, height=0.72)
         time_axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))

@@ -22,18 +22,18 @@ from bench.cases import CASES, SHAPES, Case, Shape, make_tensors
 from bench.gate import LIMIT, errors_against, write_oracle
 from bench.harness import (
     MB,
+    THREADS,
     ResidentPeak,
     Worker,
     WorkerError,
-    environment,
     freed_memory_kept,
     preloaded,
     release_memory,
     resident_bytes,
+    results,
     timed,
-    write_line,
 )
-from bench.peers import METHODS, Method
+from bench.peers import Method, chosen
 from bench.ratios import add_ratios
 
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes this long
@@ -181,7 +181,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small shapes: a check of the benchmark, not a result")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--methods", help="comma-separated beginnings of method names; the floors always run")
+    parser.add_argument("--methods", default="", help="comma-separated beginnings of names; the floors always run")
     parser.add_argument("--shape", type=_shape, help="tokens,hidden,vocabulary instead of the default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep-memory", action="store_true", help="timed calls use freed memory again")
@@ -189,13 +189,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-limit-gb", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(arguments)
-    options.cases = options.cases.split(",")
-    if unknown := [name for name in options.cases if name not in CASES]:
-        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
+    try:
+        options.methods = chosen(options.cases.split(","), options.methods.split(","), ("floor",))
+    except ValueError as error:
+        parser.error(str(error))
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
-    if options.out and options.out.exists():
-        parser.error(f"{options.out} exists already; name another file")
     if options.allocator and not options.allocator.is_file():
         parser.error(f"--allocator: expected a library, got {options.allocator}, which is no file")
     options.shape = options.shape or SHAPES["quick" if options.quick else "full"]
@@ -211,15 +210,13 @@ def _shape(text: str) -> Shape:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    starts = tuple(options.methods.split(",")) if options.methods else ("",)
     kept = options.keep_memory or options.allocator
     about = {"freed_memory": "kept" if kept else "fresh"}
     if options.allocator:
         about["allocator"] = options.allocator.resolve().name
-    records, ours = [environment() | about], []
-    for case in (CASES[name] for name in options.cases):
+    write, ours = results(options.out, THREADS, **about), []
+    for case, methods in ((CASES[name], methods) for name, methods in options.methods.items()):
         print(f"{case.name}: {case.title}, {options.shape}", flush=True)
-        methods = [m for m in METHODS[case.name] if m.name.startswith(starts) or m.kind == "floor"]
         memory = options.memory_limit_gb, options.keep_memory, options.allocator
         found = run_case(case, options.shape, methods, options.rounds, *memory)
         for record in found:
@@ -227,13 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         others = [share for record in found for share in record.get("others", ())]
         if others and max(others) > QUIET:
             print(f"  NOT QUIET: other processes took up to {max(others):.0%} of the machine; run it again alone")
-        records += found
         ours += [r["status"] for r in found if r["method_kind"] == "ours"]
-        if options.out:  # a case at a time, so that an interrupted run keeps what it has
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            for record in records:
-                write_line(options.out, record)
-            records = []
+        for record in found:  # a case at a time, so that an interrupted run keeps what it has
+            write(record)
     return int(any(status != "ok" for status in ours))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import cases, gate, harness, peers, plot, ratios, run
+from bench import cases, gate, harness, in_turn, peers, plot, ratios, run
 from logitless.vocab.call.choice import CANDIDATES
 from tests.support.bench import wrong_methods
 
@@ -207,10 +207,32 @@ def test_each_round_has_a_process_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--cases", "nosuch"], ["--rounds", "0"], ["--shape", "3,4"], ["--shape", "a,b,c"]]
+    "arguments",
+    [["--cases", "nosuch"], ["--methods", "nosuch"], ["--rounds", "0"], ["--shape", "3,4"], ["--shape", "a,b,c"]],
 )
 def test_bad_options_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         run.main(arguments)
     assert stop.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "known"), [("--cases", "loss, entropy"), ("--peers", "dense, torch.compile")])
+def test_what_no_method_is_called_is_refused_in_turn_too(option, known, capsys):
+    with pytest.raises(SystemExit) as stop:
+        in_turn.main([option, "nosuch"])
+    assert stop.value.code == 2
+    assert known in capsys.readouterr().err
+
+
+def test_methods_are_chosen_by_the_beginnings_of_their_names():
+    def names(*asked):
+        return {case: [m.name for m in found] for case, found in peers.chosen(*asked).items()}
+
+    assert names(["entropy"], ["dense"], ()) == {"entropy": ["torch"]}
+    assert names(["entropy"], ["torch"], ()) == {"entropy": ["torch", "torch.compile"]}
+    of_a_loss = names(["loss", "entropy"], ["cut"], ("ours",))
+    assert of_a_loss["loss"][-1] == "cut-cross-entropy, torch_compile"
+    assert of_a_loss["entropy"] == ["logitless", "logitless, compiled"]
+    with pytest.raises(ValueError, match=r"no method of entropy begins with 'cut'; they are logitless, .*dense"):
+        names(["entropy"], ["logitless", "cut"], ())
