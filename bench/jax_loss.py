@@ -1,27 +1,28 @@
 """JAX against jit-compiled dense: times within one run, and XLA's own account of memory.
 
-Loss and gradients, and log-prob with entropy, each beside its matrix products alone, a slice of the vocabulary at a
-time; a decoding step that keeps the best entries; a step that draws from a nucleus and keeps its record,
-for rows whose nucleus ends early and for flat ones, whose end is looked for in whole rows.
+Loss and gradients, and log-prob with entropy, each beside its matrix products alone, in slices of the vocabulary of
+several sizes, since no one of them is the fastest everywhere; a decoding step that keeps the best entries; a step that
+draws from a nucleus and keeps its record, for rows whose nucleus ends early and for flat ones, whose end is looked for
+in whole rows.
 
-python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5] [--out bench/results/jax.jsonl]
+python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 4 --out FILE]
 """
 
 import argparse
 import json
 import math
-import time
+import os
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from bench.harness import environment
+from bench.harness import in_turns, least, results
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
 STEP = 8  # sequences in a decoding step
-SLICE = 2048  # entries at a time in the bare products
+SLICES = (256, 512, 2048)  # entries at a time in the bare products
 
 
 def dense_loss(hidden, head, labels):
@@ -34,26 +35,31 @@ def dense_entropy(hidden, head, labels):
     return jnp.take_along_axis(logp, labels[:, None], 1), -(jnp.exp(logp) * logp).sum(-1)
 
 
-def slices_of(head):
-    """The head's rows, a slice at a time."""
+def slices_of(head, entries):
+    """The head's rows, so many at a time where they divide the vocabulary, else as many as divide both."""
     vocab, width = head.weight.shape
-    return head.weight.reshape(-1, math.gcd(vocab, SLICE), width)
+    return head.weight.reshape(-1, math.gcd(vocab, entries), width)
 
 
-def bare_gradients(hidden, head, labels):
+def in_slices(products):
+    """The bare products in each size of slices, by their names."""
+    return {f"bare products, slices of {entries:,}": partial(products, entries=entries) for entries in SLICES}
+
+
+def bare_gradients(hidden, head, labels, entries):
     """The three products of a loss with its gradients."""
 
     def add(total, rows):
         z = hidden @ rows.T
         return total + z @ rows, z.T @ hidden
 
-    return jax.lax.scan(add, jnp.zeros_like(hidden), slices_of(head))
+    return jax.lax.scan(add, jnp.zeros_like(hidden), slices_of(head, entries))
 
 
-def bare_values(hidden, head, labels):
+def bare_values(hidden, head, labels, entries):
     """The one product, each slice of which is read once, so that XLA makes it."""
     return jax.lax.scan(
-        lambda most, rows: (jnp.maximum(most, (hidden @ rows.T).max(1)), None), hidden[:, 0], slices_of(head)
+        lambda most, rows: (jnp.maximum(most, (hidden @ rows.T).max(1)), None), hidden[:, 0], slices_of(head, entries)
     )
 
 
@@ -62,24 +68,12 @@ def dense_step(hidden, head, k):
     return jax.lax.top_k(logits, k), jax.nn.logsumexp(logits, -1)
 
 
-def best_times(functions, args, repeats):
-    """The fastest of `repeats` runs of each, taken in turns; seconds."""
-    times = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, run in functions.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(*args))
-            if turn:  # the first touches memory for the first time
-                times[name].append(time.perf_counter() - start)
-    return {name: min(taken) for name, taken in times.items()}
-
-
 def compare(functions, args, repeats):
     """Seconds and megabytes of temporaries of each compiled function."""
     compiled = {name: jax.jit(f).lower(*args).compile() for name, f in functions.items()}
-    seconds = best_times(compiled, args, repeats)
+    turns = in_turns({name: lambda c=c: jax.block_until_ready(c(*args)) for name, c in compiled.items()}, repeats)
     memory = {name: c.memory_analysis().temp_size_in_bytes / 1e6 for name, c in compiled.items()}
-    return {name: {"seconds": seconds[name], "temporaries_mb": memory[name]} for name in functions}
+    return {name: {"seconds": least(turns[name], "wall"), "temporaries_mb": memory[name]} for name in functions}
 
 
 def dense_draw(hidden, head, key, k):
@@ -111,10 +105,10 @@ def works(o):
     if not jnp.allclose(loss, dense, rtol=2e-6):
         raise SystemExit(f"the losses differ: {loss} against {dense}")
     both = partial(jax.value_and_grad, argnums=(0, 1))
-    training = {"logitless": both(linear_cross_entropy), "dense": both(dense_loss), "bare products": bare_gradients}
+    training = {"logitless": both(linear_cross_entropy), "dense": both(dense_loss), **in_slices(bare_gradients)}
     yield "loss and gradients", training, (hidden, head, labels)
     values = {"logitless": partial(token_stats, want=("logprob", "entropy")), "dense": dense_entropy}
-    yield "log-prob and entropy", values | {"bare products": bare_values}, (hidden, head, labels)
+    yield "log-prob and entropy", values | in_slices(bare_values), (hidden, head, labels)
     steps = {
         "logitless": partial(linear_topk, k=o.keep),
         "logitless, no best entries": partial(token_stats, want=("logsumexp",)),
@@ -128,22 +122,19 @@ def works(o):
     yield "a step drawn, flat rows", methods, (few, head, key)
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 2048), ("hidden", 512), ("vocab", 131072), ("repeats", 5), ("keep", 20)):
+    for name, default in (("tokens", 2048), ("hidden", 512), ("vocab", 131072), ("repeats", 4), ("keep", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
-    o = parser.parse_args()
-    machine = environment()
-    machine["versions"] |= {"jax": jax.__version__}
-    records = [machine | {"sizes": {name: x for name, x in vars(o).items() if name != "out"} | {"step": STEP}}]
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
+    o = parser.parse_args(arguments)
+    sizes = {name: x for name, x in vars(o).items() if name != "out"} | {"step": STEP}
+    write = results(o.out, os.cpu_count(), sizes=sizes)  # JAX takes every core
     for work, functions, args in works(o):
-        found = compare(functions, args, o.repeats)
-        records += [{"kind": "jax", "work": work, "method": method} | numbers for method, numbers in found.items()]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    print(lines, end="")
-    if o.out:
-        o.out.write_text(lines)
+        for method, numbers in compare(functions, args, o.repeats).items():
+            row = {"kind": "jax", "work": work, "method": method} | numbers
+            print(json.dumps(row), flush=True)
+            write(row)
 
 
 if __name__ == "__main__":
