@@ -25,6 +25,7 @@ from docs.tables import (
     pooling,
     precision,
     quantised,
+    real,
     sampling,
     scaling,
 )
@@ -48,6 +49,7 @@ OF_RESULTS: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "sampling": ("sampling.jsonl", sampling.sampling),
     "quantised": ("quantised.jsonl", quantised.quantised),
     "pooling": ("pooling.jsonl", pooling.pooling),
+    "gemma": ("gemma.jsonl", real.gemma),
     "long_steps": ("long_steps.jsonl", long_context.steps),
     "nsa": ("nsa.jsonl", long_context.sparse),
     "long_run": ("long_run.jsonl", long_context.run),
