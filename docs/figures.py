@@ -1,18 +1,24 @@
 """The figures of the docs, each for a light and a dark page: `python -m docs.figures [--only NAME]`.
 
-Drawn by the same functions as `--png` of the commands and of `bench.plot`, on no ground of their own.
+Drawn by the same functions as `--png` of the commands and of `bench.plot`, on no ground of their own. A figure of a
+result file says inside, as its `Source`, which contents of that file it is of.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from bench.harness import read_lines
 from bench.plot import draw as draw_bench
 from bench.scaling import draw as draw_scaling
+from docs.tables.shared import RESULTS
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import both as both_plans
 from logitless.workbench.plan.plots import draw as draw_plan
@@ -28,6 +34,10 @@ INKS = {
     "dark": ("#d5d9e0", "#1e2129"),
 }  # of what is written, and the page's ground
 Draw = Callable[[Path], None]
+OF_RESULTS: dict[str, tuple[str, Callable[[list[dict[str, Any]], Path], None]]] = {
+    "bench": ("benchmark.jsonl", draw_bench),
+    "scaling": ("scaling.jsonl", draw_scaling),
+}
 
 
 def scheme(name: str) -> dict[Any, Any]:
@@ -44,14 +54,24 @@ def scheme(name: str) -> dict[Any, Any]:
     return {**dict.fromkeys(inks, ink), "axes.facecolor": ground, "savefig.transparent": True}
 
 
-def bench() -> Draw:
-    records = read_lines(ROOT / "bench" / "results" / "benchmark.jsonl")
-    return lambda path: draw_bench(records, path)
+def source(name: str) -> str:
+    """The SHA-256 of the result file that a figure is of."""
+    return sha256((RESULTS / OF_RESULTS[name][0]).read_bytes()).hexdigest()
 
 
-def scaling() -> Draw:
-    records = read_lines(ROOT / "bench" / "results" / "scaling.jsonl")
-    return lambda path: draw_scaling(records, path)
+def of_results(name: str) -> Draw:
+    """A figure of a result file, with the file's `source` inside."""
+    file, draw = OF_RESULTS[name]
+    records, told = read_lines(RESULTS / file), PngInfo()
+    told.add_text("Source", source(name))
+
+    def drawn(path: Path) -> None:
+        draw(records, path)
+        with Image.open(path) as image:
+            image.load()  # before the file is written anew
+            image.save(path, pnginfo=told, dpi=image.info["dpi"])
+
+    return drawn
 
 
 def plan() -> Draw:
@@ -76,8 +96,7 @@ def profile() -> Draw:
 
 
 FIGURES: dict[str, Callable[[], Draw]] = {
-    "bench": bench,
-    "scaling": scaling,
+    **{name: partial(of_results, name) for name in OF_RESULTS},
     "plan": plan,
     "profile": profile,
 }

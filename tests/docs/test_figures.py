@@ -1,4 +1,4 @@
-"""Each figure is there for a light and for a dark page, and every page that shows one shows both."""
+"""Each figure is there for a light and for a dark page, of the committed results, and every page shows both or none."""
 
 import re
 from collections import Counter
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from docs.figures import FIGURES, INKS
+from docs.figures import FIGURES, INKS, OF_RESULTS, source
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted(
@@ -26,6 +26,13 @@ def test_a_drawn_figure_has_no_ground_of_its_own(name):
     for page in INKS:
         with Image.open(ROOT / "docs" / "images" / f"{name}-{page}.png") as image:
             assert image.getpixel((0, 0))[3] == 0
+
+
+@pytest.mark.parametrize("name", OF_RESULTS)
+def test_a_drawn_figure_is_of_the_committed_results(name):
+    for page in INKS:
+        with Image.open(ROOT / "docs" / "images" / f"{name}-{page}.png") as image:
+            assert image.info.get("Source") == source(name), f"run python -m docs.figures --only {name}"
 
 
 @pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
