@@ -23,7 +23,7 @@ define test-host
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)$(2)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
-.PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
+.PHONY: demo pictures test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
 	test-llamafactory test-lm-eval test-peers test-quack test-sentence-transformers test-speculators test-torchtitan \
 	test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
@@ -31,8 +31,9 @@ endef
 demo: .venv/train.stamp
 	$(BIN)/logitless demo
 
-# The README's picture of that page, of the newest run.
-demo-picture: .venv/dev.stamp
+# What pages look like in headless Chromium: a plan's, and the README's, that of the newest demo.
+pictures: .venv/dev.stamp
+	$(BIN)/python -m docs.page_picture
 	$(BIN)/python -m docs.demo_picture
 
 test: .venv/dev.stamp

@@ -1,6 +1,5 @@
-"""Draws the pictures of the page in the documentation: python -m tests.support.workbench.pictures docs/images"""
+"""`python -m docs.page_picture`: docs/images/report-light.png and report-dark.png, a plan's page in Chromium."""
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,9 +9,11 @@ from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting
 from tests.support.workbench.browser import chromium
 
+IMAGES = Path(__file__).parent / "images"
 
-def draw(folder: Path) -> None:
-    """report-light.png and report-dark.png."""
+
+def main() -> None:
+    """Takes both pictures."""
     setting = Setting(
         shape_of("qwen2.5-1.5b"),
         "intuitor",
@@ -29,8 +30,8 @@ def draw(folder: Path) -> None:
         with chromium(Path(directory) / "profile") as browser:
             for scheme in ("light", "dark"):
                 browser.open(page, width=1180, height=1340, scheme=scheme)
-                browser.picture(folder / f"report-{scheme}.png", whole=False)
+                browser.picture(IMAGES / f"report-{scheme}.png", whole=False)
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    main()
