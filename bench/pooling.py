@@ -12,7 +12,6 @@ alive at once; documents in 24 GiB follow from these at two batches, the head's 
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from bench.harness import environment, timed, write_line
+from bench.harness import busiest, in_turns, least, results
 from logitless import retrieval
 from logitless.resident import AllocationTracker
 
@@ -105,14 +104,9 @@ def measure(o: argparse.Namespace, vocabulary: int, documents: int, active: floa
     check(fewer)
     with torch.no_grad():
         share = float((logitless(*operands) > 0).float().mean())
-    seconds = {name: float("inf") for name in (*METHODS, "bare")}
     runs = {name: lambda name=name: step(name, operands) for name in METHODS} | {"bare": lambda: bare(*operands)}
-    others = []
-    for _ in range(o.rounds):
-        for name, run in runs.items():
-            begin = time.process_time()
-            others.append(timed(run)[1])
-            seconds[name] = min(seconds[name], time.process_time() - begin)
+    turns = in_turns(runs, o.rounds)
+    seconds = {name: least(each) for name, each in turns.items()}
     rows = []
     for name in METHODS:
         most, less = peak(name, operands), peak(name, fewer)
@@ -124,7 +118,7 @@ def measure(o: argparse.Namespace, vocabulary: int, documents: int, active: floa
             "to_bare": round(seconds[name] / seconds["bare"], 2),
             "to_dense": round(seconds[name] / seconds["dense"], 3),
             "peak_mib": round(most / 2**20, 1), "mib_per_document": round(each / 2**20, 3), "documents_in_24_gib": fits,
-            "others_busy": round(max(others), 2),
+            "others_busy": round(busiest(turns), 2),
         })  # fmt: skip
     return rows
 
@@ -138,18 +132,15 @@ def main(arguments=None):
     parser.add_argument("--active", type=float, nargs="+", default=(0.005, 0.5))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    records = [environment() | {"threads": o.threads}]
+    write = results(o.out)
     for vocabulary, documents in zip(o.vocabularies, cycle(o.documents)):
         for active in o.active:
             for row in measure(o, vocabulary, documents, active):
-                records.append(row)
+                write(row)
                 print(*(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in row.items()), flush=True)
-    if o.out:
-        for record in records:
-            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How far the numbers are from float64: `python -m bench.precision [--out bench/results/precision.jsonl]`.
+"""How far the numbers are from float64: `python -m bench.precision [--out FILE]`.
 
 Errors of the pass and of plain torch against float64 on the same operands: every statistic and gradient, sure
 tokens (large margins), and KL from far to next to nothing. Plain torch is measured as people write it: whole logits
@@ -8,6 +8,7 @@ in the operands' dtype, then float32 log-softmax.
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.harness import environment, write_line
+from bench.harness import results
 from logitless import LMHead, token_stats
 from logitless.algebra.stats import STATISTICS
 from logitless.vocab.reference import dense_token_stats
@@ -158,17 +159,14 @@ def divergences() -> Iterator[Record]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.precision", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/precision.jsonl"))
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     out = parser.parse_args(argv).out
     torch.set_num_threads(2)
-    records = [r for dtype in DTYPES for r in (*statistics_of(dtype), *gradients_of(dtype))]
-    records += [*margins(), *divergences()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.unlink(missing_ok=True)
-    write_line(out, environment() | {"shape": (TOKENS, HIDDEN, VOCAB)})
-    for record in records:
-        write_line(out, record)
-        print(record)
+    write = results(out, shape=(TOKENS, HIDDEN, VOCAB))
+    by_dtype = (part(dtype) for dtype in DTYPES for part in (statistics_of, gradients_of))
+    for record in chain(*by_dtype, margins(), divergences()):
+        write(record)
+        print(record, flush=True)
     return 0
 
 

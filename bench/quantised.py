@@ -1,6 +1,6 @@
 """A quantised head beside the same numbers in bf16 and fp32: the bytes that are held, and seconds of processor time.
 
-python -m bench.quantised [--shapes smollm2 gemma3-270m --formats Q8_0 --tokens 512 --rounds 3 --out FILE]
+python -m bench.quantised [--shapes smollm2 gemma3-270m --formats Q8_0 Q4_0 --tokens 512 --rounds 3 --out FILE]
 
 Heads of SmolLM2-135M's and Gemma 3 270M's shape with random weights in GGUF blocks; fp32 hold the dequantised numbers,
 bf16 their rounded copy. fp32 hidden states, all methods in turn in every round of one run, minima of rounds. `score`:
@@ -9,8 +9,9 @@ states and of a LoRA of rank 8 on the head; `decode`: one token sampled for each
 """
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from bench.harness import environment, write_line
+from bench.harness import in_turns, least, results
 from logitless.vocab.head.quantised import QuantisedWeight
 
 SHAPES = {"smollm2": (49_152, 576), "gemma3-270m": (262_144, 640)}
+FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 SEQUENCES, RANK = 8, 8
 
 
@@ -66,23 +68,22 @@ def measured(shape: str, formats: list[str], tokens: int, rounds: int) -> list[d
     v, h = SHAPES[shape]
     heads = heads_of((v, h), formats)
     hidden, labels = torch.randn(tokens, h), torch.randint(v, (tokens,))
-    seconds: dict[tuple[str, str], list[float]] = {}
-    results: dict[tuple[str, str], Tensor] = {}
-    for _ in range(rounds):
-        for work, run in WORK.items():
-            for name, head in heads.items():
-                begin = time.process_time()
-                results[work, name] = run(hidden, head, labels)
-                seconds.setdefault((work, name), []).append(time.process_time() - begin)
+    values: dict[tuple[str, str], Tensor] = {}
+
+    def step(work: str, name: str) -> None:
+        values[work, name] = WORK[work](hidden, heads[name], labels)
+
+    turns = in_turns({key: partial(step, *key) for key in product(WORK, heads)}, rounds)
+    seconds = {key: least(each) for key, each in turns.items()}
     records = []
     for (work, name), spent in seconds.items():
-        moved = results[work, name].double() - results[work, "fp32"].double()
+        exact = values[work, "fp32"].double()
         records.append(
             {
                 "kind": "quantised", "shape": shape, "vocabulary": v, "hidden": h, "work": work, "head": name,
                 "tokens": SEQUENCES if work == "decode" else tokens, "head_bytes": heads[name].weight.nbytes,
-                "seconds": round(min(spent), 4), "ratio": round(min(spent) / min(seconds[work, "fp32"]), 3),
-                "moved": float(moved.norm() / results[work, "fp32"].double().norm()),
+                "seconds": round(spent, 4), "ratio": round(spent / seconds[work, "fp32"], 3),
+                "moved": float((values[work, name].double() - exact).norm() / exact.norm()),
             }
         )  # fmt: skip
     return records
@@ -91,22 +92,19 @@ def measured(shape: str, formats: list[str], tokens: int, rounds: int) -> list[d
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", default=["Q8_0"], choices=["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+    parser.add_argument("--formats", nargs="+", default=["Q8_0", "Q4_0"], choices=FORMATS)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     torch.manual_seed(0)
-    records = [environment() | {"threads": o.threads}]
+    write = results(o.out)
     for shape in o.shapes:
         for record in measured(shape, o.formats, o.tokens, o.rounds):
-            records.append(record)
+            write(record)
             print(*(f"{key} {value}" for key, value in record.items() if key != "kind"), flush=True)
-    if o.out:
-        for record in records:
-            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import CASES, Shape, make_tensors
-from bench.harness import MB, Worker, environment, preloaded, read_lines, timed, write_line
+from bench.harness import MB, Worker, preloaded, read_lines, results, timed
 from bench.peers import METHODS
 from tests.support.allocations import peak_new_bytes
 
@@ -126,7 +126,7 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=("entropy", "loss"), default=["loss", "entropy"])
     parser.add_argument("--allocator", type=Path, help="a library that keeps freed memory, such as libjemalloc.so.2")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist, unless to draw")
     parser.add_argument("--png", type=Path, help="draw what --out holds, and measure nothing")
     o = parser.parse_args(arguments)
     if o.png:
@@ -134,9 +134,8 @@ def main(arguments=None):
             parser.error("--png draws a result file: give it as --out")
         draw(read_lines(o.out), o.png)
         return
-    if o.out:
-        kept = {"allocator": o.allocator.resolve().name} if o.allocator else {}
-        write_line(o.out, environment() | {"freed_memory": "kept" if kept else "fresh", "rounds": o.rounds} | kept)
+    kept = {"allocator": o.allocator.resolve().name} if o.allocator else {}
+    write = results(o.out, max(THREADS), freed_memory="kept" if kept else "fresh", rounds=o.rounds, **kept)
     for name in o.cases:
         found = {}  # sweeps share a point
         for sweep, shape, threads in points():
@@ -146,9 +145,8 @@ def main(arguments=None):
             sizes = [shape.tokens, shape.hidden, shape.vocab]
             told = ", ".join(f"{k} {m['seconds']:.3f} s {m['peak_mb']:,.0f} MB" for k, m in methods.items())
             print(f"{name}, {sweep}: {sizes}, {threads} threads, others {busy:.0%}: {told}", flush=True)
-            if o.out:
-                row = {"kind": "scaling", "case": name, "sweep": sweep, "shape": sizes, "threads": threads}
-                write_line(o.out, row | {"others": round(busy, 3), "methods": methods})
+            row = {"kind": "scaling", "case": name, "sweep": sweep, "shape": sizes, "threads": threads}
+            write(row | {"others": round(busy, 3), "methods": methods})
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import statistics
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.harness import THREADS, environment, freed_memory_kept, timed, write_line
+from bench.harness import THREADS, busiest, environment, freed_memory_kept, in_turns, write_line
 from logitless.integrations.transformers.install import install
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load, prepare
@@ -36,22 +37,17 @@ def measured(config, rounds):
     model = build(config, source).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step():
+    def step(method):
+        install(model, loss=method)
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds, busy = {method: [] for method in METHODS}, 0.0
-    for number in range(rounds + 1):
-        for method in METHODS:
-            install(model, loss=method)
-            wall, others = timed(step)
-            if number:  # the first call allocates
-                seconds[method].append(wall)
-                busy = max(busy, others)
+    turns = in_turns({method: partial(step, method) for method in METHODS}, rounds)
+    seconds = {method: [turn.wall for turn in each] for method, each in turns.items()}
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     sizes = {"tokens": batch["input_ids"].numel(), "vocabulary": vocabulary, "hidden": hidden}
-    return seconds, sizes, busy
+    return seconds, sizes, busiest(turns)
 
 
 def main(arguments=None):

@@ -1,6 +1,6 @@
 """What looks twice, and numbers and losses that only a head knows, against dense torch.
 
-python -m bench.two_looks [--tokens 1024 --vocab 65536 --hidden 512 --threads 1 --rounds 3 --out FILE]
+python -m bench.two_looks [--tokens 256 --vocab 65536 --hidden 512 --threads 1 --rounds 3 --out FILE]
 
 A draft's step: a loss against a target's hidden states, with gradients of the draft's hidden states and head. `stream`
 is token_loss; `dense` the same formula on whole logits, as speculators' eager losses are (these exist as kernels from
@@ -11,15 +11,13 @@ three depths of multi-token prediction that share the head, of a third of the to
 """
 
 import argparse
-import json
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from bench.harness import environment
+from bench.harness import in_turns, least, results
 from logitless.diagnostics import gradient_share
 from logitless.multi_token import multi_token_cross_entropy
 from logitless.relax import expected_embedding
@@ -137,11 +135,12 @@ def hold(name, ours, theirs):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"tokens": 1024, "vocab": 65_536, "hidden": 512, "threads": 1, "rounds": 3}.items():
+    for name, default in {"tokens": 256, "vocab": 65_536, "hidden": 512, "threads": 1, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
+    write = results(o.out)
     step = Draft(o.tokens, o.vocab, o.hidden)
     methods = {
         "mean embedding": (step.mean_stream, step.mean_dense),
@@ -161,19 +160,13 @@ def main(arguments=None):
     rows = []
     for name, pair in methods.items():
         hold(name, *(method() for method in pair))
-        seconds = dict.fromkeys(("stream", "dense"), float("inf"))
-        for _ in range(o.rounds):
-            for kind, method in zip(seconds, pair, strict=True):
-                begin = time.process_time()
-                method()
-                seconds[kind] = min(seconds[kind], time.process_time() - begin)
-        for kind, method in zip(seconds, pair, strict=True):
-            rows.append({"what": name, "way": kind, "cpu_seconds": seconds[kind], "peak_bytes": peak_new_bytes(method)})
-            print(f"{name:26s} {kind:8s} {seconds[kind]:8.3f} s {rows[-1]['peak_bytes'] / 2**20:9.1f} MiB", flush=True)
+        ways = dict(zip(("stream", "dense"), pair, strict=True))
+        for way, turns in in_turns(ways, o.rounds).items():
+            seconds, peak = least(turns), peak_new_bytes(ways[way])
+            rows.append({"what": name, "way": way, "cpu_seconds": seconds, "peak_bytes": peak})
+            print(f"{name:26s} {way:8s} {seconds:8.3f} s {peak / 2**20:9.1f} MiB", flush=True)
     sizes = {name: value for name, value in vars(o).items() if name != "out"}
-    if o.out:
-        lines = [environment(), {"kind": "two_looks", "sizes": sizes, "rows": rows}]
-        o.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write({"kind": "two_looks", "sizes": sizes, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import logitless as ll
-from bench.harness import THREADS, environment, timed, write_line
+from bench.harness import THREADS, busiest, in_turns, least, results
 from bench.sampling.score import KEEP, TILE, TOKENS, WANT, Compiled, Scoring, Streamed, TileGemm
 from logitless.vocab.backends.eager.topk import BLOCK, TopK
 
@@ -45,25 +45,18 @@ def whole_calls(size: str, rounds: int) -> list[dict]:
         "logitless": Alone(size, "eager"),
         f"logitless, top {KEEP}": Streamed(size),
     }
-    seconds, busy = {name: [] for name in ways}, 0.0
-    for way in ways.values():
-        way.run()
-    for _ in range(rounds):
-        for name, way in ways.items():
-            wall, others = timed(way.run)
-            seconds[name].append(wall)
-            busy = max(busy, others)
-    floor = min(seconds["bare GEMM, vocabulary tiles"])
+    turns = in_turns({name: way.run for name, way in ways.items()}, rounds)
+    floor = least(turns["bare GEMM, vocabulary tiles"], "wall")
     return [
         {
             "kind": "whole calls",
             "way": name,
-            "seconds": min(found),
-            "median": statistics.median(found),
-            "over the product": round(min(found) / floor, 3),
-            "others": round(busy, 3),
+            "seconds": least(found, "wall"),
+            "median": statistics.median(turn.wall for turn in found),
+            "over the product": round(least(found, "wall") / floor, 3),
+            "others": round(busiest(turns), 3),
         }
-        for name, found in seconds.items()
+        for name, found in turns.items()
     ]
 
 
@@ -133,7 +126,8 @@ def both_at_once(z: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def compiled_reads(inputs: Scoring) -> dict[str, float]:
     """Microseconds of loops that Inductor compiles, each on slices of the vocabulary's second half, just made."""
-    level, found = inputs.reference["topk_logits"][:, 0].float().mean().repeat(TOKENS, 1), {}
+    tokens, found = len(inputs.hidden[:TOKENS]), {}
+    level = inputs.reference["topk_logits"][:, 0].float().mean().repeat(tokens, 1)
     for name, loop in {"sums": sums_of_rows, "maxima of blocks": maxima_of_blocks, "both": both_at_once}.items():
         read, times = torch.compile(loop, dynamic=False), []
 
@@ -151,20 +145,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="full")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
-    records = [environment(), *whole_calls(options.size, options.rounds)]
+    write = results(options.out)
+
+    def tell(row: dict) -> None:
+        print(row, flush=True)
+        write(row)
+
+    for row in whole_calls(options.size, options.rounds):
+        tell(row)
     inputs = Scoring(options.size)
     stretches = [by_stretch(inputs) for _ in range(options.rounds)]
-    records.append({"kind": "search, ms", **{name: round(min(s[name] for s in stretches), 1) for name in stretches[0]}})
-    records.append({"kind": "operations on a late slice, us", **late_operations(inputs)})
-    records.append({"kind": "compiled loops on a late slice, us", **compiled_reads(inputs)})
-    for record in records[1:]:
-        print(record, flush=True)
-    if options.out is not None:
-        for record in records:
-            write_line(options.out, record)
+    tell({"kind": "search, ms", **{name: round(min(s[name] for s in stretches), 1) for name in stretches[0]}})
+    tell({"kind": "operations on a late slice, us", **late_operations(inputs)})
+    tell({"kind": "compiled loops on a late slice, us", **compiled_reads(inputs)})
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def main(arguments=None):
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     torch.manual_seed(0)
-    env = environment() | {"threads": o.threads, "hidden": HIDDEN, "vocab": VOCAB}
+    env = environment() | {"hidden": HIDDEN, "vocab": VOCAB}
     for name in o.calls.split(","):
         for tokens in map(int, o.tokens.split(",")):
             for by in o.backends.split(","):

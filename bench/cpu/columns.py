@@ -7,12 +7,12 @@ transposed, as some tokens' are.
 """
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.harness import THREADS, environment, write_line
+from bench.harness import THREADS, environment, in_turns, write_line
 from logitless.algebra.costs import WHOLE_WIDTH
 from logitless.vocab.backends.logits import product_in_columns
 
@@ -40,19 +40,18 @@ def products(tokens, inner, width, columns):
 def measured(tokens, inner, width, rounds):
     """Records of each product and order."""
     ways = {columns: products(tokens, inner, width, columns) for columns in (False, True)}
-    steps = {(columns, name): f for columns, known in ways.items() for name, f in known.items()}
-    found = {key: [] for key in steps}
-    for _ in range(rounds):
-        for key, step in steps.items():
-            start = time.process_time()
-            for i in range(VOCAB // width):
-                step(i)
-            found[key].append((time.process_time() - start) / (tokens * VOCAB) * 1e9)
+
+    def every_slice(product):
+        for i in range(VOCAB // width):
+            product(i)
+
+    steps = {(columns, name): partial(every_slice, f) for columns, known in ways.items() for name, f in known.items()}
     about = {"kind": "columns", "tokens": tokens, "hidden": inner, "width": width}
-    return [
-        {**about, "product": name, "columns": columns, "least": min(x), "most": max(x)}
-        for (columns, name), x in found.items()
-    ]
+    rows = []
+    for (columns, name), turns in in_turns(steps, rounds).items():
+        ns = [turn.cpu / (tokens * VOCAB) * 1e9 for turn in turns]
+        rows.append({**about, "product": name, "columns": columns, "least": min(ns), "most": max(ns)})
+    return rows
 
 
 def main(arguments=None):
@@ -65,7 +64,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    env = environment() | {"threads": o.threads}
+    env = environment()
     for tokens in map(int, o.tokens.split(",")):
         for r in measured(tokens, o.hidden, o.width or WHOLE_WIDTH, o.rounds):
             order = "columns" if r["columns"] else "rows"

@@ -103,13 +103,14 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
+    env = environment()
     for (shared, where), known in sorted(measured(o.rounds).items()):
         middle = {name: median(x) for name, x in known.items()}
         print(f"{'each its entries' if shared else 'as torch shares out'}, {where} cores:", end=" ")
         print(*(f"{name} {x:.0f}" for name, x in middle.items()), f"together {sum(middle.values()):.0f} µs", sep=", ")
         if o.out:
             about = {"kind": "cores", "shared": shared, "far": where == "far", "rounds": len(known["logits"])}
-            write_line(o.out, environment() | about | {"microseconds": middle})
+            write_line(o.out, env | about | {"microseconds": middle})
 
 
 if __name__ == "__main__":

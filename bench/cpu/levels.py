@@ -91,7 +91,7 @@ def main(arguments=None):
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     torch.manual_seed(0)
-    env = environment() | {"threads": o.threads}
+    env = environment()
     for tokens in map(int, o.tokens.split(",")):
         found = measured(tokens, o.vocab, o.rounds)
         ratios = "; ".join(f"{name} {least:.3f}, {middle:.3f}" for name, (least, middle) in found["ratios"].items())

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import CASES, Shape, make_tensors
-from bench.harness import THREADS, environment, timed, write_line
+from bench.harness import THREADS, results, timed
 from bench.peers import logitless
 from logitless.algebra import costs
 
@@ -68,19 +68,15 @@ def measured(name, rounds):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
-    records = [environment() | {"caches": caches(), "shape": [SHAPE.tokens, SHAPE.hidden, SHAPE.vocab]}]
+    write = results(o.out, caches=caches(), shape=[SHAPE.tokens, SHAPE.hidden, SHAPE.vocab])
     for name in WORKS:
-        found = measured(name, o.rounds)
-        for r in found:
+        for r in measured(name, o.rounds):
+            write(r)
             mark = " (the pass's own)" if r["size"] == r["own"] else ""
             print(f"{name}: {' x '.join(map(str, r['size']))}: {r['seconds']:.3f} s{mark}", flush=True)
-        records += found
-    if o.out:
-        for record in records:
-            write_line(o.out, record)
 
 
 if __name__ == "__main__":

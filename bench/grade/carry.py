@@ -8,15 +8,13 @@ step's operators allocate beside the weights. The error is of the whole gradient
 
 import argparse
 import gc
-import json
-import platform
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.harness import results
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, generate
 from logitless.workbench.grade.models import reader_of
@@ -76,10 +74,10 @@ def main(arguments=None):
     sizes = {"steps": 64, "vocab": 32768, "hidden": 128, "layers": 4, "prompt": 16, "threads": 1, "repeats": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    model = policy(o)
+    write, model = results(o.out), policy(o)
     exact, rows = None, []
     for name, options in WAYS.items():
         with AllocationTracker() as tracker:
@@ -94,12 +92,8 @@ def main(arguments=None):
             f"{name:24s} {seconds:7.2f} s {tracker.peak / 2**20:8.1f} MiB  error {error:.1e}  {sweeps or ''}",
             flush=True,
         )
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = platform.processor() or platform.machine()
     sizes = {name: value for name, value in vars(o).items() if name != "out"}
-    record = {"kind": "carry", "machine": machine, "versions": versions, "sizes": sizes, "rows": rows}
-    if o.out:
-        o.out.write_text(json.dumps(record) + "\n")
+    write({"kind": "carry", "sizes": sizes, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ from bench.harness import SCHEMA, environment, read_lines
 from logitless.workbench.common.options import SMALL_MODEL
 from logitless.workbench.grade.config import GradeConfig
 
-OUT = Path("bench/results/grade.jsonl")
-
 
 def given(o: argparse.Namespace, **names: str) -> dict[str, Any]:
     """The options that were given, by the names that they have elsewhere."""
@@ -85,16 +83,17 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data")
     parser.add_argument("--rate", type=float, help="learning rate of curves (default: the trainer's)")
     parser.add_argument("--run", type=Path, default=Path("runs/all"))
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="write the part's line here, in the place of its former one")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     o = options(argv)
     torch.set_num_threads(o.threads)
+    machine = {name: value for name, value in environment().items() if name != "kind"}
     found = PARTS[o.part](o)
-    machine = {name: value for name, value in environment().items() if name != "kind"} | {"threads": o.threads}
-    write(o.out, {"kind": o.part, "environment": machine, **found})
+    if o.out is not None:
+        write(o.out, {"kind": o.part, "environment": machine, **found})
     print(json.dumps(found, indent=1))
 
 

@@ -1,7 +1,7 @@
 """What a step of each method takes at the sizes of a real vocabulary: memory, stored soft tokens, time."""
 
-import time
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from bench.grade.carry import adapted
-from bench.harness import MB, ResidentPeak, Worker, release_memory
+from bench.harness import MB, ResidentPeak, Worker, in_turns, release_memory
 from logitless.relax import Sampling, generate
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.legacy import rollout_bytes
@@ -152,14 +152,13 @@ def timing(sizes: Sizes, rounds: int = 5) -> Record:
     """Seconds of a step of each method, in turns, and the ratio to its legacy's within a round."""
     task, batch = task_of(sizes, "ste"), batch_of(sizes)
     methods = {name: method_of(task, name) for pair in PAIRS.items() for name in pair}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(rounds + 1):
-        for name, method in methods.items():
-            begin = time.perf_counter()
-            method.backward(batch, 1.0)
-            if number:  # the first is the warm-up
-                seconds[name].append(time.perf_counter() - begin)
-            task.model.zero_grad(set_to_none=True)
+
+    def step(method: Method) -> None:
+        method.backward(batch, 1.0)
+        task.model.zero_grad(set_to_none=True)
+
+    turns = in_turns({name: partial(step, method) for name, method in methods.items()}, rounds)
+    seconds = {name: [turn.wall for turn in each] for name, each in turns.items()}
     rows = [
         {
             "method": name,

@@ -1,4 +1,4 @@
-"""Our class for lm-evaluation-harness beside its own `HFLM`: `python -m bench.lm_eval.compare`.
+"""Our class for lm-evaluation-harness beside its own `HFLM`: `python -m bench.lm_eval.compare [--out FILE]`.
 
 SmolLM2-135M-Instruct on the tasks beside this file, each class and task in a process of its own: CPU seconds, the most
 memory above the loaded model, and the largest difference between their answers, per scored token. It needs lm-eval
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import MB, environment, write_line
+from bench.harness import MB, results
 
 HERE = Path(__file__).parent
 TASKS = ("docstrings_choice", "docstrings_cloze", "docstrings_text")
@@ -61,27 +61,25 @@ def apart(kind: str, task: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lm_eval.compare", description=__doc__)
-    parser.add_argument("--limit", type=int, default=16, help="documents of each task")
+    parser.add_argument("--limit", type=int, default=12, help="documents of each task")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", nargs=2, metavar=("CLASS", "TASK"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/lm_eval.jsonl"))
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     if options.one:
         warnings.simplefilter("ignore")
         print(json.dumps(evaluated(*options.one, options.limit, options.batch_size)))
         return 0
-    options.out.unlink(missing_ok=True)
-    settings = {"model": MODEL, "limit": options.limit, "batch_size": options.batch_size}
-    write_line(options.out, environment() | settings)
+    write = results(options.out, model=MODEL, limit=options.limit, batch_size=options.batch_size)
     for task in TASKS:
         found = {kind: apart(kind, task, options) for kind in CLASSES}
         theirs, ours = (found[kind].pop("totals") for kind in CLASSES)
         difference = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(theirs, ours, strict=True))
-        write_line(
-            options.out, {"task": task, "requests": len(ours), "largest_relative_difference": difference, **found}
-        )
+        row = {"task": task, "requests": len(ours), "largest_relative_difference": difference, **found}
+        print(json.dumps(row), flush=True)
+        write(row)
     return 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.harness import MB, environment, write_line
+from bench.harness import MB, results
 from bench.logits.table import DTYPES, Shape, batched, row_loop
 from logitless.workbench.profile.storages import Tracker
 
@@ -78,16 +78,13 @@ def half_error(tokens: int = 256, vocab: int = 151_936, scale: float = 4.0) -> f
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="peaks of the copied loops over logits, counted")
     parser.add_argument("--shape", default="8,912,50000", help="batch,length,vocabulary")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/loop_peaks.jsonl"))
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(argv)
     batch, length, vocab = (int(size) for size in options.shape.split(","))
-    records = peaks((batch, length, vocab))
-    records.append({"kind": "half", "error_nat": half_error()})
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.unlink(missing_ok=True)
-    write_line(options.out, environment() | {"shape": (batch, length, vocab)})
+    write = results(options.out, shape=(batch, length, vocab))
+    records = [*peaks((batch, length, vocab)), {"kind": "half", "error_nat": half_error()}]
     for record in records:
-        write_line(options.out, record)
+        write(record)
     for r in records[:-1]:
         ratios = f"scoring {r['scoring_ratio']:.2f} x, training {r['training_ratio']:.2f} x"
         print(f"{r['dtype']} {r['method']:>13}: {ratios}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import MB, ResidentPeak, Worker, WorkerError, environment, release_memory, resident_bytes, write_line
+from bench.harness import MB, THREADS, ResidentPeak, Worker, WorkerError, release_memory, resident_bytes, results
 from logitless import per_token_logps
 
 Record = dict[str, Any]
@@ -168,19 +168,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="8,912,50000", help="batch,length,vocabulary")
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/logits_table.jsonl"))
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(argv)
     batch, length, vocab = (int(size) for size in options.shape.split(","))
     shape = (batch, length, vocab)
+    write = results(options.out, THREADS, shape=shape, rounds=options.rounds)
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
         for dtype in options.dtypes.split(","):
-            records += measure(shape, dtype, options.rounds, Path(folder))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.unlink(missing_ok=True)
-    write_line(options.out, environment() | {"shape": shape, "rounds": options.rounds})
-    for record in records:
-        write_line(options.out, record)
+            for record in measure(shape, dtype, options.rounds, Path(folder)):
+                write(record)
+                records.append(record)
     print(table(records, shape))
     return 1 if any(record["status"] != "ok" for record in records) else 0
 

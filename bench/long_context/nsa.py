@@ -7,12 +7,12 @@ what operators allocate beside the inputs. Each pair is timed in turn in one run
 """
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.harness import environment, write_line
+from bench.harness import in_turns, least, results
 from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NSAParameters
 from logitless.models.nsa.options import NSAOptions
@@ -40,9 +40,7 @@ def sparse(query, key, value, gates, parameters):
 
 
 def once(method, tensors, parameters):
-    begin = time.perf_counter()
     torch.autograd.grad(method(*tensors, parameters), tensors)
-    return time.perf_counter() - begin
 
 
 def main(arguments=None):
@@ -50,33 +48,26 @@ def main(arguments=None):
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     for name, default in {"heads": 4, "kv_heads": 2, "dim": 64, "threads": 2, "rounds": 2}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
+    write = results(o.out, sizes={name: getattr(o, name) for name in ("heads", "kv_heads", "dim", "threads")})
     parameters = NSAParameters(o.heads * o.dim, o.heads, o.dim, NSAOptions()).requires_grad_(False)
-    rows = []
     for length in o.lengths:
         tensors, row = inputs(length, o), {"length": length}
-        for name, method in (("full", full), ("nsa", sparse)):
+        ways = {name: partial(once, way, tensors, parameters) for name, way in (("full", full), ("nsa", sparse))}
+        for name, way in ways.items():
             with AllocationTracker() as tracker:
-                once(method, tensors, parameters)
+                way()
             row[name] = {"peak_bytes": tracker.peak}
-        times = {"full": [], "nsa": []}
-        for _ in range(o.rounds):
-            for name, method in (("full", full), ("nsa", sparse)):
-                times[name].append(once(method, tensors, parameters))
-        for name, seconds in times.items():
-            row[name]["seconds"] = round(min(seconds), 4)
-        rows.append(row)
+        for name, turns in in_turns(ways, o.rounds).items():
+            row[name]["seconds"] = round(least(turns, "wall"), 4)
+        write(row)
         ratio = row["nsa"]["seconds"] / row["full"]["seconds"]
         print(
             f"{length:>7,} tokens: full {row['full']['seconds']:8.3f} s {row['full']['peak_bytes'] / 2**20:7.0f} MiB, "
             f"nsa {row['nsa']['seconds']:8.3f} s {row['nsa']['peak_bytes'] / 2**20:7.0f} MiB, ratio {ratio:.2f}"
         )
-    if o.out:
-        sizes = {name: getattr(o, name) for name in ("heads", "kv_heads", "dim", "threads")}
-        for record in (environment() | {"sizes": sizes}, *rows):
-            write_line(o.out, record)
 
 
 if __name__ == "__main__":

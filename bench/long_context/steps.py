@@ -10,7 +10,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from bench.harness import environment, write_line
+from bench.harness import results
 from logitless.workbench.profile.step import Step, traced
 
 CHANGES = (
@@ -26,23 +26,18 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="4b")
     parser.add_argument("--context-length", type=int, default=131_072)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
+    write = results(o.out, model=o.model, context_length=o.context_length)
     step = Step(o.model, o.context_length, loss="dense", attention="sdpa", gradient_checkpointing=True)
-    rows = []
     for name, change in CHANGES:
         step = replace(step, **change)
         found = traced(step)
         peak = found.peak
-        row = {"step": name, "peak_bytes": peak.nbytes, "stage": peak.stage, "host_bytes": found.host}
-        rows.append(row)
+        write({"step": name, "peak_bytes": peak.nbytes, "stage": peak.stage, "host_bytes": found.host})
         print(
             f"{name:<42} {peak.nbytes / 2**30:7.2f} GiB in {peak.stage}, host {found.host / 2**30:6.2f} GiB", flush=True
         )
-    if o.out:
-        what = {"model": o.model, "context_length": o.context_length}
-        for record in (environment() | what, *rows):
-            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ python -m bench.long_context.train [--context-length 131072 --steps 4 --hidden 1
 
 `logitless train` from scratch on the standard library, native sparse attention, fp32, one sequence a step, layers
 checkpointed. One such sequence's logits are 64 GiB in fp32, and a dense cross-entropy keeps three of them. `peak` is
-the process's resident set. A run that was killed goes on with --keep.
+the process's resident set. A run that was killed goes on with --keep: the peak and the seconds then are the last
+part's.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.harness import environment, write_line
+from bench.harness import results
 from logitless.algebra.costs import logits_bytes
 
 VOCAB = 131_072  # entries of Tekken, and rows of the head
@@ -35,7 +36,7 @@ def train(o, place):
     """The summary of `logitless train`, and its records."""
     run = place / "run"
     config = place / "config.json"
-    if run.exists():
+    if (run / "run.json").exists():
         given = ["--resume", str(run)]
     else:
         config.write_text(json.dumps(model(o)), encoding="utf-8")
@@ -53,9 +54,10 @@ def main(arguments=None):
     sizes = {"context_length": 131_072, "steps": 4, "hidden": 128, "layers": 2, "threads": 2}
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     parser.add_argument("--keep", type=Path, help="where the run lies and goes on; default: a temporary folder")
     o = parser.parse_args(arguments)
+    write = results(o.out, o.threads)
     with tempfile.TemporaryDirectory() as temporary:
         place = o.keep or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
@@ -72,9 +74,7 @@ def main(arguments=None):
         "parameters": summary["parameters"],
     }
     print(json.dumps(row, indent=2))
-    if o.out:
-        for record in (environment(), row):
-            write_line(o.out, record)
+    write(row)
 
 
 if __name__ == "__main__":

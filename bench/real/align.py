@@ -5,7 +5,8 @@ python -m bench.real.align [--runs all grpo intuitor --model smollm2 --keep DIR 
 all: every method of soft tokens on continuations of this Python's library, `--method all`. grpo and intuitor: answers
 to the questions that the package carries, with the exact KL. The reward of all and grpo is a rule, text without the
 letter e (`bench.real.rules`); Intuitor's is the policy's self-certainty. Each run is a command in a process of its own,
-and goes on with --keep where it was killed. A number is told by its means over the first and last sixth of steps.
+and goes on with --keep (and a new --out) where it was killed. A number is told by its means over the first and last
+sixth of steps.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-from bench.harness import environment, read_lines, write_line
+from bench.harness import read_lines, results
 from logitless.workbench.demo.run import CHATS
 
 GRPO = ["--exact-kl", "--completion-length", "32", "--generations-per-prompt", "8", "--batch-size", "8",
@@ -73,18 +74,16 @@ def main(arguments=None):
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, help="instead of each run's own number")
     parser.add_argument("--keep", type=Path, help="where the runs lie and go on; default: a temporary folder")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
-    if o.out:
-        write_line(o.out, environment())
+    write = results(o.out)
     with tempfile.TemporaryDirectory() as temporary:
         place = o.keep or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
         for name in o.runs:
             row = aligned(name, o.model, o.steps or STEPS[name], place)
             print(json.dumps(row), flush=True)
-            if o.out:
-                write_line(o.out, row)
+            write(row)
 
 
 if __name__ == "__main__":

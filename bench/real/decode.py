@@ -10,7 +10,6 @@ least processor seconds of a few rounds count. Answers have one length: no token
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from bench.harness import environment, timed, write_line
+from bench.harness import busiest, in_turns, least, results
 from logitless.resident import AllocationTracker
 from logitless.workbench.demo.run import CHATS
 from logitless.workbench.sources.model import load_model, load_tokenizer, resolve
@@ -60,35 +59,29 @@ def main(arguments=None):
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    source = resolve(o.model)
+    write, source = results(o.out, model=o.model), resolve(o.model)
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype="float32", length=512).eval()
     runs = methods(model, asked(tokenizer, o.batch), o.tokens, tokenizer.eos_id)
-    seconds, busy, peaks = dict.fromkeys(runs, float("inf")), [], {}
+    peaks = {}
     for name, run in runs.items():
         with AllocationTracker() as tracker:
             run()
         peaks[name] = tracker.peak
-    for _ in range(o.rounds):
-        for name, run in runs.items():
-            begin = time.process_time()
-            busy.append(timed(run)[1])
-            seconds[name] = min(seconds[name], time.process_time() - begin)
-    records: list[dict[str, Any]] = [environment() | {"model": o.model, "threads": o.threads}]
+    turns = in_turns(runs, o.rounds)
+    seconds = {name: least(each) for name, each in turns.items()}
     for name in runs:
-        records.append({
+        row = {
             "kind": "decode", "method": name, "batch": o.batch, "tokens": o.tokens,
             "cpu_seconds": round(seconds[name], 2),
             "to_transformers": round(seconds[name] / seconds["transformers"], 3),
-            "peak_mib": round(peaks[name] / 2**20, 1), "others_busy": round(max(busy), 2),
-        })  # fmt: skip
-    for record in records:
-        print(json.dumps(record), flush=True)
-        if o.out:
-            write_line(o.out, record)
+            "peak_mib": round(peaks[name] / 2**20, 1), "others_busy": round(busiest(turns), 2),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        write(row)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ PYTHONPATH=build/gemma3 python -m bench.real.gemma [--steps 20 --limit-gib 20 --
 steps on streamed logits, then one step each on dense logits of more and more tokens, until they do not fit into the
 limit. One step's logits are 8 GiB, and a dense cross-entropy holds three such tensors. Each run is a process of its
 own: `peak` is its resident set, `cpu_seconds` what it computed, of which others that use the machine take nothing. A
-run that was killed goes on with --keep: `cpu_seconds` then are the last part's, the steps' own times are of all.
+run that was killed goes on with --keep and a new --out: `cpu_seconds` then are the last part's, the steps' own times
+are of all.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from bench.harness import environment, write_line
+from bench.harness import results
 from logitless.algebra.costs import logits_bytes
 
 MODEL, VOCAB, LONG = "gemma3-270m", 262_144, 8_192
@@ -74,18 +75,16 @@ def main(arguments=None):
     parser.add_argument("--limit-gib", type=int, default=20, help="of memory for each run")
     parser.add_argument("--runs", choices=["streamed", "dense", "both"], default="both")
     parser.add_argument("--keep", type=Path, help="where the runs lie and go on; default: a temporary folder")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     streamed = [("logitless", LONG, o.steps)] if o.runs != "dense" else []
     dense = [("dense", tokens, 1) for tokens in DENSE] if o.runs != "streamed" else []
-    if o.out:
-        write_line(o.out, environment())
+    write = results(o.out, o.threads)
     with tempfile.TemporaryDirectory() as temporary:
         for loss, tokens, steps in streamed + dense:
             row = train((o.keep or Path(temporary)) / f"{loss}-{tokens}", loss, tokens, steps, o)
             print(json.dumps(row), flush=True)
-            if o.out:
-                write_line(o.out, row)
+            write(row)
 
 
 if __name__ == "__main__":

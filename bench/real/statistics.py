@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import logitless as ll
-from bench.harness import environment, write_line
+from bench.harness import results
 from bench.real.text import KINDS, Reading, read
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -82,14 +82,12 @@ def main(arguments=None):
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--texts", type=int, default=8, help="of each kind")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
-    reading = read(o.model, o.texts, o.length)
-    records = [environment() | {"model": o.model, "texts": o.texts, "length": o.length}, *measure(reading)]
-    for record in records:
-        print(json.dumps(record), flush=True)
-        if o.out:
-            write_line(o.out, record)
+    write = results(o.out, model=o.model, texts=o.texts, length=o.length)
+    for row in measure(read(o.model, o.texts, o.length)):
+        print(json.dumps(row), flush=True)
+        write(row)
 
 
 if __name__ == "__main__":

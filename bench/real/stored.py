@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import logitless as ll
-from bench.harness import environment, write_line
+from bench.harness import results
 from bench.real.text import read
 from logitless.sample.columns import STORED, packed_hidden, unpacked_hidden
 
@@ -53,14 +53,12 @@ def main(arguments=None):
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--texts", type=int, default=2, help="of each kind")
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
-    reading = read(o.model, o.texts, o.length)
-    lines = [environment() | {"model": o.model, "texts": o.texts, "length": o.length}, *measure(reading)]
-    for line in lines:
-        print(json.dumps(line), flush=True)
-        if o.out:
-            write_line(o.out, line)
+    write = results(o.out, model=o.model, texts=o.texts, length=o.length)
+    for row in measure(read(o.model, o.texts, o.length)):
+        print(json.dumps(row), flush=True)
+        write(row)
 
 
 if __name__ == "__main__":

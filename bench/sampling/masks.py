@@ -11,13 +11,12 @@ what the step's operators allocate beside its inputs.
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
 
 import logitless as ll
-from bench.harness import environment, write_line
+from bench.harness import in_turns, least, results
 from bench.real.text import read
 from logitless.sample import SamplingMask
 from tests.support.allocations import peak_new_bytes
@@ -100,10 +99,10 @@ def main(arguments=None):
     parser.add_argument("--model", help="such as smollm2: its own sets, hidden states and head")
     parser.add_argument("--top-p", type=float, default=0.95, help="of the model's sets")
     parser.add_argument("--top-k", type=int, default=0, help="of the model's sets; 0: all entries")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    rule = {"top_p": o.top_p, "top_k": o.top_k}
+    write, rule = results(o.out), {"top_p": o.top_p, "top_k": o.top_k}
     step = Step.of(o.model, o.tokens, rule) if o.model else Step.made(o.tokens, o.vocab, o.hidden)
     methods = {
         "over the sets": step.kept,
@@ -115,26 +114,20 @@ def main(arguments=None):
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max())):
             raise SystemExit(f"{name} over the sets is not that of dense logits with a mask")
     del ours, theirs
-    seconds = dict.fromkeys(methods, float("inf"))
-    for _ in range(o.rounds):
-        for name, method in methods.items():
-            begin = time.process_time()
-            method()
-            seconds[name] = min(seconds[name], time.process_time() - begin)
+    turns = in_turns(methods, o.rounds)
     counts = step.mask.counts.double()
     sets = {"mean": float(counts.mean()), "median": float(counts.median()), "p99": float(counts.quantile(0.99))}
     sets["singletons"] = float((counts == 1).double().mean())
     print(", ".join(f"{name} {value:.3g}" for name, value in sets.items()), flush=True)
     rows = []
     for name, method in methods.items():
-        rows.append({"method": name, "cpu_seconds": seconds[name], "peak_bytes": peak_new_bytes(method)})
-        print(f"{name:26s} {seconds[name]:8.3f} s {rows[-1]['peak_bytes'] / 2**20:9.1f} MiB", flush=True)
+        seconds, peak = least(turns[name]), peak_new_bytes(method)
+        rows.append({"method": name, "cpu_seconds": seconds, "peak_bytes": peak})
+        print(f"{name:26s} {seconds:8.3f} s {peak / 2**20:9.1f} MiB", flush=True)
     v, h = step.weight.shape
     sizes = {"tokens": o.tokens, "vocab": v, "hidden": h, "threads": o.threads, "rounds": o.rounds}
     whose = {"model": o.model, **rule} if o.model else {}
-    if o.out:
-        for line in environment(), {"kind": "sampling_masks", "sizes": sizes, **whose, "sets": sets, "rows": rows}:
-            write_line(o.out, line)
+    write({"kind": "sampling_masks", "sizes": sizes, **whose, "sets": sets, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ import random
 import statistics
 from pathlib import Path
 
-from bench.harness import ResidentPeak, Worker, WorkerError, environment, release_memory, timed, write_line
+from bench.harness import THREADS, ResidentPeak, Worker, WorkerError, environment, release_memory, timed, write_line
 from bench.sampling.parts import Part, Record
-
-RESULTS = Path("bench/results/sampling.jsonl")
 
 
 class Subject:
@@ -128,18 +126,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(parts()))
     parser.add_argument("--size", default="full")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help=f"default: {RESULTS} for the full size")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args(argv)
-    records = []
+    here, records = environment(THREADS), []
     for name in options.parts.split(","):
         records.append(measure(name, options.size, options.rounds))
         print(table(records[-1]), flush=True)
-    out = options.out or (RESULTS if options.size == "full" else None)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        here = environment()
-        for record in records:  # each with its machine: parts are measured on different days
-            write_line(out, record | {"environment": here})
+        if options.out is not None:  # each with its machine: parts are measured on different days
+            write_line(options.out, records[-1] | {"environment": here})
     failed = [line for record in records for line in missed(record)]
     print("\n".join(failed))
     return int(bool(failed))

@@ -1,17 +1,16 @@
 """What a GPU has taken, from `bench/results/gpu.jsonl` and its profile, and what it is asked for by count."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 from bench.gpu.counts import show
 from bench.gpu.rows import IN_A_GRAPH
 from bench.gpu.run import by_row, worst_errors
 from bench.harness import read_lines
-from docs.tables.shared import grid
+from docs.tables.shared import RESULTS, grid
 
 Record = dict[str, Any]
-PROFILE = Path("bench/results/gpu_profile.jsonl")
+PROFILE = RESULTS / "gpu_profile.jsonl"
 NOT_HERE = (
     "logitless, weights",
     "logitless, eager",

@@ -12,7 +12,7 @@ from docs.tables.quantised import quantised as quantised_page
 def test_a_small_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(quantised.SHAPES, "smollm2", (700, 64))
     out = tmp_path / "quantised.jsonl"
-    quantised.main(["--shapes", "smollm2", "--tokens", "16", "--rounds", "1", "--out", str(out)])
+    quantised.main(["--shapes", "smollm2", "--formats", "Q8_0", "--tokens", "16", "--rounds", "1", "--out", str(out)])
     records = read_lines(out)
     assert "head Q8_0" in capsys.readouterr().out
     assert {(r["work"], r["head"]) for r in records[1:]} == {

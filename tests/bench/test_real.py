@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
+from bench.harness import read_lines
 from bench.real import align, stored
 from bench.real.rules import without_e, words_without_e
 from bench.real.statistics import calibration, quantiles
@@ -62,3 +63,5 @@ def test_what_an_alignment_came_to_is_read_from_its_run(tmp_path):
     found = align.aligned("grpo", "smollm2", 12, tmp_path)
     assert found["first_and_last"] == {"reward": [0.05, 1.05], "kl": [0.5, 0.5]}
     assert len(found["curve"]) == 12
+    align.main(["--runs", "grpo", "--steps", "12", "--keep", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert [line["kind"] for line in read_lines(tmp_path / "out")] == ["environment", "align"]
