@@ -173,6 +173,29 @@ def test_how_it_ends(model, capsys):
     assert len(full["tokens"]) + 3 <= 64
 
 
+def test_a_completion_ends_at_the_tokenizers_end_where_the_checkpoint_names_none(tmp_path, capsys):
+    micro_directory(tmp_path)
+    micro_model(initializer_range=0.3, eos_token_id=None).save_pretrained(tmp_path)
+    drawn = []
+    for _ in range(2):
+        assert sample(tmp_path, "--prompt", "abc", "--temperature", 0, "--json", "-") == 0
+        (sequence,) = told(capsys)["sequences"]
+        drawn.append([t["id"] for t in sequence["tokens"]])
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(drawn[0][5])
+        tokenizer.save_pretrained(tmp_path)
+    assert drawn[1] == drawn[0][: drawn[0].index(drawn[0][5]) + 1]
+    assert sequence["finish"] == "ended by the model"
+
+
+def test_a_prompt_begins_as_documents_do_and_is_not_closed(tmp_path, capsys):
+    micro_directory(tmp_path, "<s> $A </s>")
+    micro_model(initializer_range=0.3).save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("a</s>")["input_ids"] == [1, 67, 2, 2]
+    assert sample(tmp_path, "--prompt", "a</s>", "--json", "-") == 0
+    assert told(capsys)["sequences"][0]["prompt_tokens"] == 1 + len("a</s>")
+
+
 def test_stretched_positions_are_a_longer_context(tmp_path, capsys):
     """A checkpoint as `logitless train --rope-scaling linear:2` writes it: 64 positions that reach to 128."""
     micro_directory(tmp_path)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTEXT = 32
@@ -32,16 +32,21 @@ def micro_model(**changes: object) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **changes}))
 
 
-def micro_directory(place: Path, **changes: object) -> Path:
-    """config.json and a byte-level tokenizer, as transformers would have saved them; returns config.json."""
+def micro_directory(place: Path, around: str | None = None, **changes: object) -> Path:
+    """config.json and a byte-level tokenizer, as transformers would have saved them; returns config.json.
+
+    around: as "<s> $A </s>", what the tokenizer puts around a text; as published ones do, it then reads markers in it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    special = [(token, i) for i, token in enumerate(["<pad>", "<s>", "</s>"])]
+    vocabulary = {**dict(special), **{token: i for i, token in enumerate(alphabet, len(special))}}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", split_special_tokens=True
-    )
+    if around is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, split_special_tokens=around is None, **names)
     fast.save_pretrained(place)
     config = place / "config.json"
     config.write_text(json.dumps({"model_type": "qwen3", **SHAPE, **changes}))

@@ -25,7 +25,7 @@ from datasets import Dataset, DatasetDict
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import TAKEN, load, prompt_ids, rows_of, save
+from logitless.workbench.align.data import TAKEN, load, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
 from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
@@ -532,15 +532,6 @@ class TestData:
         path.write_text("".join(json.dumps({"prompt": json.loads(ASKED) * n}) + "\n" for n in (1, 2, 3)))
         with pytest.raises(ConfigError, match=r"rows.jsonl: row 2: the chat template failed: one turn only"):
             rows_of(config(path, method="grpo"), talker, 10)
-
-    def test_prompts_are_encoded_as_the_trainers_do(self, talker):
-        """A conversation's markers are whole tokens, and text has its opening."""
-        start, end = (talker.saved.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
-        (ids,) = prompt_ids([json.loads(ASKED)], talker)
-        assert [i for i, token in enumerate(ids) if token in (start, end)] == [0, len("user:a") + 1, len("user:a") + 2]
-        assert talker.saved.decode(ids) == "<s>user:a</s><s>assistant:"
-        assert prompt_ids(["<s>"], replace(talker, opening=(1,))) == [[1, *talker.encode(["<s>"])[0]]]
-        assert len(talker.encode(["<s>"])[0]) == 3
 
     def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):

@@ -34,6 +34,7 @@ from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sources.chat import ASSISTANT
+from logitless.workbench.sources.tokenizer import pretrained, prompt_ids
 from tests.support.workbench.killing import curve
 from tests.support.workbench.micro import MICRO_CHAT, micro_directory
 from tests.support.workbench.processes import flags, killed_at
@@ -164,6 +165,22 @@ def test_the_other_methods(start, method, tmp_path):
     if method == "dpo":
         assert all(line["row"]["chosen"] and line["row"]["rejected"] for line in lines)
         assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_prompts_of_text_are_not_closed(start, tmp_path, monkeypatch, method):
+    """Completions are of the ids that `logitless sample` would go on from, and no marker is in them."""
+    model = tmp_path / "model"
+    shutil.copytree(start.model, model)
+    micro_directory(tmp_path / "closing", "<s> $A </s>")
+    for path in (tmp_path / "closing").glob("tokenizer*"):
+        shutil.copy(path, model)
+    made = []
+    monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
+    run(replace(start, method=method, model=str(model), max_steps=1, output_dir=tmp_path / "run"), QUIET)
+    text = "a</s>"
+    assert made[0].processing_class(text)["input_ids"] == [1, 67, 2, 2]
+    assert made[0]._tokenize_prompts([text]) == (prompt_ids([text], pretrained(str(model))), None, {})
 
 
 @pytest.mark.parametrize("form", ["pairs", "messages"])

@@ -16,9 +16,9 @@ from logitless.errors import ConfigError, LogitlessError
 from logitless.models.presets import preset
 from logitless.workbench.sources.chat import example
 from logitless.workbench.sources.corpus import standard_library
-from logitless.workbench.sources.tokenizer import chat_ids, pretrained, tekken
+from logitless.workbench.sources.tokenizer import chat_ids, pretrained, prompt_ids, tekken
 from tests.support.workbench.damage import JSON
-from tests.support.workbench.micro import micro_directory
+from tests.support.workbench.micro import MICRO_CHAT, micro_directory
 
 SAMPLES = (
     "def f(x):\n\treturn x ** 2  # größer, 数学, 🙂\n",
@@ -78,6 +78,21 @@ def test_documents_end_where_they_end(tokenizer):
     found = list(tokenizer.documents(["one </s> two", "", "three"]))
     assert [ids[-1] for ids in found] == [2, 2]
     assert all((ids[:-1] != 2).all() for ids in found)
+
+
+def test_prompts_begin_as_documents_and_conversations_do(tmp_path):
+    """Text has its opening, nothing behind it and no markers in it; a conversation's markers are whole tokens."""
+    micro_directory(tmp_path, "<s> $A </s>")
+    tokenizer = pretrained(str(tmp_path))
+    assert tokenizer.saved("<s>")["input_ids"] == [1, 1, 2]
+    (ids,) = prompt_ids(["<s>"], tokenizer)
+    (document,) = tokenizer.documents(["<s>"])
+    assert ids == document[:-1].tolist() == [1, *tokenizer.encode(["<s>"])[0]]
+    assert len(ids) == 1 + len("<s>")
+    tokenizer.saved.chat_template = MICRO_CHAT
+    (ids,) = prompt_ids([[{"role": "user", "content": "a"}]], tokenizer)
+    assert [i for i, token in enumerate(ids) if token in (1, 2)] == [0, len("user:a") + 1, len("user:a") + 2]
+    assert tokenizer.saved.decode(ids) == "<s>user:a</s><s>assistant:"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

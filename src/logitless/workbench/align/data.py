@@ -17,7 +17,7 @@ from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
 from ..sources.generation import left_padded
 from ..sources.packing import HELD_OUT_EVERY, one_in
-from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
+from ..sources.tokenizer import TextTokenizer, as_chat, prompt_ids
 from .config import AlignConfig
 
 HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
@@ -80,16 +80,6 @@ def check_room(config: AlignConfig, rows: list[Row], tokenizer: TextTokenizer, p
             f"--completion-length {config.completion_length} is more than the model's {positions:,} positions: "
             "lower that, or give shorter prompts (--prompt-length, where they are cut from text)"
         )
-
-
-def prompt_ids(prompts: list[Any], tokenizer: TextTokenizer) -> list[list[int]]:
-    """The tokens of prompts as the trainers have them: messages through the chat template, text behind its opening."""
-    return [
-        chat_ids(prompt, tokenizer.saved)
-        if isinstance(prompt, list)
-        else [*tokenizer.opening, *tokenizer.encode([prompt])[0]]
-        for prompt in prompts
-    ]
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
 from ..sources.identity import files_of
 from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained, rounding_of
-from ..sources.tokenizer import TextTokenizer
+from ..sources.tokenizer import TextTokenizer, prompt_ids
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import (
@@ -44,7 +44,6 @@ from .data import (
     check_enough,
     check_room,
     load,
-    prompt_ids,
     rows_of,
     save,
     with_rejected,

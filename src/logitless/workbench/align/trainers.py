@@ -25,7 +25,7 @@ from ..common.written import ROWS_FILE
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
 from ..sources.corpus import Row, first_line
-from ..sources.tokenizer import TextTokenizer
+from ..sources.tokenizer import TextTokenizer, prompt_ids
 from .config import AlignConfig
 from .rewards import leave_out_unrewarded, rewards_of
 
@@ -111,6 +111,8 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     tokenizer = _with_markers(parts.tokenizer) if chats else parts.tokenizer.saved
     trainer = trainer_kind(model=model, reward_funcs=list(functions), args=given, processing_class=tokenizer, **data)
     functions[0].bind(trainer)
+    if not chats:  # TRL would read markers in a text, and keep what the tokenizer puts behind it
+        trainer._tokenize_prompts = lambda prompts: (prompt_ids(prompts, parts.tokenizer), None, {})
     leave_out_unrewarded(trainer, weights)
     return trainer
 

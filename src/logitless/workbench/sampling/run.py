@@ -28,7 +28,7 @@ from ..common.say import quiet
 from ..sft.default_model import default_model
 from ..sources.generation import check_generation, left_padded
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
-from ..sources.tokenizer import chat_ids, reading
+from ..sources.tokenizer import TextTokenizer, prompt_ids
 from .config import SampleConfig
 
 OTHER_CUTS = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}  # none of them
@@ -59,16 +59,17 @@ def run(
     quiet()
     default_model(config.model, config.device, console)
     source = _source(config)
-    tokenizer = load_tokenizer(source).saved
+    tokenizer = load_tokenizer(source)
+    saved = tokenizer.saved
     jobs = _jobs(config, prompts, tokenizer, reach(source.config))
     model = _load(config, source, tokenizer)
     sequences, tables = [], []
-    with _watched(jobs, tokenizer, console, screen) as on_step:
+    with _watched(jobs, saved, console, screen) as on_step:
         for batch in _batches(jobs, config.batch_size):
-            for job, record in zip(batch, _complete(config, model, tokenizer, batch, on_step), strict=True):
-                about = to_dict(record, tokenizer, job.ids)
+            for job, record in zip(batch, _complete(config, model, saved, batch, on_step), strict=True):
+                about = to_dict(record, saved, job.ids)
                 tables.append(_table(record, about, len(sequences)))
-                sequences.append(_named(config, job, about, _ends(model, tokenizer)))
+                sequences.append(_named(config, job, about, _ends(model)))
     summary = {
         "schema": 1,
         "model": config.model,
@@ -87,14 +88,16 @@ def _source(config: SampleConfig) -> ModelSource:
     return source
 
 
-def _load(config: SampleConfig, source: ModelSource, tokenizer: Any) -> Any:
+def _load(config: SampleConfig, source: ModelSource, tokenizer: TextTokenizer) -> Any:
     """The model, on its device. Raises LogitlessError."""
     model = load_model(source, dtype=config.dtype)
-    check_generation(model, tokenizer, source.name)
+    if model.generation_config.eos_token_id is None:  # a text would go on behind the token that documents end with
+        model.generation_config.eos_token_id = tokenizer.eos_id
+    check_generation(model, tokenizer.saved, source.name)
     return model.eval().to(device_of(config.device))
 
 
-def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int | None) -> list[Job]:
+def _jobs(config: SampleConfig, prompts: list[str], tokenizer: TextTokenizer, context: int | None) -> list[Job]:
     """Every completion, with a seed that depends on its number alone."""
     count = len(prompts) * config.completions
     seeds = torch.randint(2**63 - 1, (count,), generator=torch.Generator().manual_seed(config.seed)).tolist()
@@ -134,29 +137,27 @@ def _watched(
         yield None
 
 
-def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
+def _encoded(config: SampleConfig, prompt: str, tokenizer: TextTokenizer) -> list[int]:
     """A prompt's ids, in the chat template where it is wanted."""
-    template = getattr(tokenizer, "chat_template", None)
-    if config.chat == "yes" and not template:
-        raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
     if not _in_chat(config, tokenizer):
-        with reading(tokenizer):
-            return tokenizer(prompt)["input_ids"]
+        if config.chat == "yes":
+            raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
+        return prompt_ids([prompt], tokenizer)[0]
     try:
-        return chat_ids([{"role": "user", "content": prompt}], tokenizer)
+        return prompt_ids([[{"role": "user", "content": prompt}]], tokenizer)[0]
     except ConfigError as error:
         raise ConfigError(f"{error}; use --chat no") from None
 
 
-def _in_chat(config: SampleConfig, tokenizer: Any) -> bool:
-    return config.chat != "no" and bool(getattr(tokenizer, "chat_template", None))
+def _in_chat(config: SampleConfig, tokenizer: TextTokenizer) -> bool:
+    return config.chat != "no" and bool(getattr(tokenizer.saved, "chat_template", None))
 
 
 def _complete(
     config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job], on_step: Callable[[SampleRecord], None] | None
 ) -> list[SampleRecord]:
     """The record of each completion of a batch, (T,) each."""
-    pad = next(iter(_ends(model, tokenizer)), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = next(iter(_ends(model)), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids, mask = left_padded([job.ids for job in jobs], pad, model.device)
     warm = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     out = generate(
@@ -180,11 +181,10 @@ def _complete(
     return [record[row] for row in range(len(jobs))]
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
+def _ends(model: Any) -> list[int]:
     """The ids that end a text."""
     eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return eos if isinstance(eos, list) else [eos]
 
 
 def _named(config: SampleConfig, job: Job, about: dict[str, Any], ends: list[int]) -> dict[str, Any]:

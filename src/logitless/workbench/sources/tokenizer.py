@@ -174,6 +174,16 @@ def chat_ids(messages: list[dict[str, Any]], saved: Any) -> list[int]:
         return saved(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
+def prompt_ids(prompts: list[Any], tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of prompts: messages through the chat template, text behind the opening, as documents are."""
+    return [
+        chat_ids(prompt, tokenizer.saved)
+        if isinstance(prompt, list)
+        else [*tokenizer.opening, *tokenizer.encode([prompt])[0]]
+        for prompt in prompts
+    ]
+
+
 def byte_pairs(texts: Iterable[str], size: int) -> Any:
     """A tokenizer of `size` byte pairs learned from these texts, with a start, an end and a padding token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
