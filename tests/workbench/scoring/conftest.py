@@ -39,5 +39,5 @@ def corpus(path: Path, documents: int = 30) -> Path:
 
 
 def config(micro: Path, data: Path, out: Path, **more: object) -> ScoreConfig:
-    given = {"keep": 3, "device": "cpu", "batch_tokens": 256, **more}
+    given = {"device": "cpu", "batch_tokens": 256, **({} if more.get("store") == "hidden" else {"keep": 3}), **more}
     return ScoreConfig(model=str(micro), data=str(data), out=out, **given)

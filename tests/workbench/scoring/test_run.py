@@ -25,6 +25,7 @@ from logitless.workbench.common.files import write_json
 from logitless.workbench.common.lock import LOCK_FILE, acquire
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
+from logitless.workbench.scoring.summary import rows_of as summary_rows
 from logitless.workbench.scoring.summary import show_rows
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.killing import killed, locked_by_another
@@ -396,6 +397,32 @@ def test_a_name_is_no_markup():
     assert "[red]x[/red].parquet" in out.getvalue()
 
 
+@pytest.mark.parametrize("around", ["<s> $A </s>", "<pad> $A", "$A </s>"])
+def test_documents_begin_by_themselves_as_those_that_train_reads(micro, tmp_path, around):
+    shutil.copytree(micro, tmp_path / "model")
+    micro_directory(tmp_path / "model", around)
+    opening = list(pretrained(str(tmp_path / "model")).opening)
+    assert len(opening) == len(around.split("$A")[0].split())
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    assert [summary["bos"]] == (opening or [None])
+    (rows,) = rows_of(tmp_path / "a.parquet").values()
+    z = AutoModelForCausalLM.from_pretrained(micro)(torch.tensor([[*opening, *(row["token"] for row in rows)]])).logits
+    scored = rows if opening else rows[1:]
+    expected = z[0, :-1].log_softmax(-1)[range(len(scored)), [row["token"] for row in scored]]
+    torch.testing.assert_close(torch.tensor([row["logprob"] for row in scored]), expected)
+
+
+def test_an_opening_of_several_tokens_is_refused(micro, tmp_path):
+    shutil.copytree(micro, tmp_path / "model")
+    micro_directory(tmp_path / "model", "<pad> <s> $A")
+    given = config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 2), tmp_path / "a.parquet")
+    said = "--bos auto: expected one token at most before a text, got the 2 of '<pad><s>'; use --bos no"
+    with pytest.raises(OptionError, match=f"^{said}$"):
+        run(given)
+    assert run(replace(given, bos="yes"))["bos"] == 1
+
+
 def _broken(micro: Path, place: Path) -> str:
     """Saves a model that gives no numbers behind one byte, and returns that."""
     shutil.copytree(micro, place)
@@ -416,6 +443,9 @@ def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(m
     assert summary["skipped"] == 1
     assert summary["skipped_documents"][0]["why"] == "its scores are not finite"
     assert summary["scored_tokens"] == 4
+    assert dict(summary_rows(summary))["tokens"] == (
+        "4 scored; 6 not: the first of a text, not the assistant's, or skipped"
+    )
     found = rows_of(tmp_path / "a.parquet")
     assert [len(found[i]) for i in range(3)] == [3, 4, 3]
     assert all(row["logprob"] is None for row in found[1])

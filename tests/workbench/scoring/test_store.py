@@ -236,6 +236,13 @@ def test_fp8_keeps_every_scale_of_token():
     assert ((again - hidden).abs() <= 2.0**-4 * hidden.abs() + 1e-5 * largest).all()
 
 
-def test_a_type_without_states_has_no_meaning(micro, tmp_path):
-    with pytest.raises(OptionError, match="--hidden-dtype fp8 is of --store hidden: give that, or leave it out"):
-        run(config(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "t.parquet", hidden_dtype="fp8"))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden_dtype": "fp8"}, "--hidden-dtype fp8 is of --store hidden: give that, or leave it out"),
+        ({"store": "hidden", "keep": 3}, "--keep 3 is of --store topk: give that, or leave it out"),
+    ],
+)
+def test_options_of_the_other_way_to_store_have_no_meaning(micro, tmp_path, given, message):
+    with pytest.raises(OptionError, match=message):
+        run(config(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "t.parquet", **given))

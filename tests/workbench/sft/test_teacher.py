@@ -46,11 +46,11 @@ def scored(tmp_path_factory) -> SimpleNamespace:
     teacher = micro_model(hidden_size=48, initializer_range=0.4)
     teacher.save_pretrained(root / "teacher")
     data = micro_corpus(root / "data", 40)
-    told = {"model": str(root / "teacher"), "data": str(data), "device": "cpu", "keep": KEEP}
+    told = {"model": str(root / "teacher"), "data": str(data), "device": "cpu"}
     for name, more in (
         ("hidden", {"store": "hidden"}),
         ("fp8", {"store": "hidden", "hidden_dtype": "fp8"}),
-        ("topk", {}),
+        ("topk", {"keep": KEEP}),
         ("bos", {"store": "hidden", "bos": "yes"}),
     ):
         score(ScoreConfig(out=root / f"{name}.parquet", **told, **more), QUIET)

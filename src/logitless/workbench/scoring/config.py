@@ -46,8 +46,8 @@ class TextOptions:
     """Tokens that each further window of a long document scores; the others are context. Default: half of
     --context-length."""
     bos: Literal["auto", "yes", "no"] = "auto"
-    """Put the begin-of-text token before each document, so that its first token has a score too. auto: where the
-    tokenizer does."""
+    """Put the begin-of-text token before each document, so that its first token has a score too. auto: what the
+    tokenizer itself puts there."""
     batch_tokens: Count = 4096
     """Tokens of a forward pass, padding included."""
     memory_budget: MemoryBudget = "auto"
@@ -128,6 +128,8 @@ class ScoreConfig(TextOptions):
             raise OptionError(f"--out {self.place}: expected a file, beside which parts are collected, got a device")
         if self.store == "topk" and self.hidden_dtype != "bfloat16":
             raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
+        if self.store == "hidden" and self.keep != ScoreConfig.keep:
+            raise OptionError(f"--keep {self.keep} is of --store topk: give that, or leave it out")
         self.check_files(self.place.parent, (escape(parts_of(self.place).name),), self.outputs())
         return self
 

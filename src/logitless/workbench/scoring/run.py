@@ -66,14 +66,14 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     """
 
     def wanted(subject: Subject) -> Measure:
-        most = subject.source.vocab_size
-        if config.keep > most:
-            raise OptionError(f"--keep must be at most the vocabulary, here {most}, got {config.keep}")
         if config.store == "hidden":
             begun = config.place.exists() or Parts(config.place).folder.exists()
             if config.head_place.exists() and not begun:
                 raise OptionError(f"--out {config.place}: its head {config.head_place} exists already: remove it")
             return hidden_states(subject.model, config.hidden_dtype, config.memory_budget_bytes)
+        most = subject.source.vocab_size
+        if config.keep > most:
+            raise OptionError(f"--keep must be at most the vocabulary, here {most}, got {config.keep}")
         return scores(subject.model, config.keep, config.memory_budget_bytes)
 
     return measured(config.check(), wanted, lambda *done: conclude(config, *done), console)
@@ -184,12 +184,14 @@ def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, 
 
 
 def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
-    """The id to put before each document."""
-    saved = tokenizer.saved
-    if wanted == "yes" and saved.bos_token_id is None:
+    """The id to put before each document: by itself what the tokenizer puts there, as `logitless train` does."""
+    bos, opening = tokenizer.saved.bos_token_id, tokenizer.opening
+    if wanted == "yes" and bos is None:
         raise OptionError("--bos yes: the tokenizer has no begin-of-text token; use --bos no")
-    by_itself = wanted == "auto" and tokenizer.opening == (saved.bos_token_id,)
-    return saved.bos_token_id if wanted == "yes" or by_itself else None
+    if wanted == "auto" and len(opening) > 1:
+        got = f"the {len(opening)} of {tokenizer.saved.decode(list(opening))!r}"
+        raise OptionError(f"--bos auto: expected one token at most before a text, got {got}; use --bos no")
+    return {"yes": bos, "no": None, "auto": next(iter(opening), None)}[wanted]
 
 
 def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict[str, Any]:

@@ -177,12 +177,10 @@ def legible(perplexity: float) -> str:
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What every summary's table begins with."""
     bits, unscored = summary["bits_per_byte"], summary["tokens"] - summary["scored_tokens"]
+    why = "or not the assistant's" if not summary["skipped_documents"] else "not the assistant's, or skipped"
     return [
         ("documents", f"{summary['documents']:,}, {summary['skipped']:,} of them skipped"),
-        (
-            "tokens",
-            f"{summary['scored_tokens']:,} scored; {unscored:,} not: the first of a text, or not the assistant's",
-        ),
+        ("tokens", f"{summary['scored_tokens']:,} scored; {unscored:,} not: the first of a text, {why}"),
         ("perplexity", f"{legible(summary['perplexity'])} ({summary['nats_per_token']:.4f} nats per token)"),
         ("bits per byte", "no byte in the text" if bits is None else f"{bits:.4f}"),
     ]
