@@ -11,9 +11,10 @@ from .output import deliver
 
 DESCRIPTION = """Evaluate a language model without its logits: perplexity, accuracy, calibration, and a page of plots.
 
-By document and in total: perplexity, bits per byte, accuracy, top-k accuracy, expected calibration error, entropy and
-self-certainty against correctness; with --against, how far it is from another model. A run that was killed goes on when
-it is started again with the same options; torchrun shares the work among ranks."""
+By document and in total: perplexity, bits per byte, accuracy, top-k accuracy, entropy, self-certainty; with --against,
+how far it is from another model. In total alone: expected calibration error, entropy and self-certainty against
+correctness. With --tasks: lm-evaluation-harness, in the place of text. A run that was killed goes on when it is started
+again with the same options; torchrun shares the work among ranks."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ class SampleConfig:
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that are in the text already less probable; 1: off."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text that ends a completion; give it again for more."""
+    """Text that ends a completion, and stays in it; give it again for more."""
     seed: int = 0
     """Of the noise; each completion's own is made from it, whatever the batches."""
     chat: Literal["auto", "yes", "no"] = "auto"
