@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..vocab.face import LMHead, Noise, check_logits, full_precision
+from ..vocab.face import LMHead, Noise, add_at, check_logits, full_precision
 from .rows import first_order
 from .terms import Sliced, Terms, slices_for
 from .tokens import SoftTokens
@@ -133,7 +133,7 @@ class _Backward:
         if self.call.hard:
             for g, into in zip(ups, total[n:], strict=True):
                 if into is not None:
-                    into.index_add_(0, self.token, g)
+                    add_at(into, self.token, g)
         return [None if g is None else g.to(t.dtype) for g, t in zip(total, self.tensors, strict=True)]
 
     def _add(
