@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless import LMHead, relax
-from logitless.errors import OptionError, ShapeError
+from logitless.errors import GradientError, OptionError, ShapeError
 from logitless.relax import Reader, Sampling, generate
 from logitless.relax.generate import alive_until
 from logitless.relax.tokens import rows_in
@@ -78,6 +78,25 @@ def test_sweeps_come_nearer_one_by_one():
     rollout = ours(model, reference, cotangent, k=9, carry="sweeps", tolerance=0.5)
     assert rollout.carried.sweeps < T - 1
     assert rollout.carried.left <= 0.5
+
+
+def test_a_losss_own_backward_is_refused_where_it_leaves_sweeps_out():
+    model, reference = Tiny(), Tiny(seed=7)
+    prompts, mask, seeds = batch()
+
+    def made(steps: int = T, **options) -> relax.Rollout:
+        model.zero_grad()
+        sampling = Sampling(steps, TAU, k=9, tolerance=0.0, **options)
+        return generate(model.reader(), prompts, mask, seeds, sampling, reference=reference.reader())
+
+    with pytest.raises(GradientError, match=r"expected rollout\.backward\(loss\), which runs the backward sweeps"):
+        made().kl.sum().backward()
+    for whole in ({"carry": "cached"}, {"steps": 1}, {"most_sweeps": 0}):  # which have none
+        made(**whole).kl.sum().backward()
+        exact = gradients(model)
+        rollout = made(**whole)
+        rollout.backward(rollout.kl.sum())
+        assert distance(gradients(model), exact) == 0
 
 
 @pytest.mark.parametrize("carry", ["cached", "sweeps", "none"])

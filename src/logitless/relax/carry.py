@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import GradientError
 
 
 @dataclass(eq=False)
@@ -15,6 +18,7 @@ class Carried:
     The two are equal; what is missing is the gradient from each row that is read to where it was produced. With J the
     Jacobian of `produced` with respect to `rows`, strictly lower triangular in the steps, the gradient of a loss with
     respect to the rows is Σ_i (Jᵀ)ⁱ·g, g its gradient in the graph: T - 1 terms at most, each a backward sweep.
+    GradientError for a loss's own backward, which leaves them out.
     """
 
     rows: Tensor  # (B, T - 1, H)
@@ -23,6 +27,17 @@ class Carried:
     most: int
     sweeps: int = 0
     left: float = 1.0  # the last term's norm relative to the sum's
+    guard: RemovableHandle = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.guard = self.rows.register_post_accumulate_grad_hook(_refuse)
+        if self.due == 0:
+            self.guard.remove()
+
+    @property
+    def due(self) -> int:
+        """The most sweeps that a gradient takes."""
+        return min(self.most, self.rows.shape[1])
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of a loss into every parameter's `.grad`."""
@@ -30,11 +45,20 @@ class Carried:
         outputs: Tensor = loss
         cotangent: Tensor | None = None
         self.sweeps, self.left = 0, 1.0
-        while self.sweeps < min(self.most, self.rows.shape[1]) and self.left > self.tolerance:
+        while self.sweeps < self.due and self.left > self.tolerance:
             (cotangent,) = torch.autograd.grad(outputs, self.rows, cotangent, retain_graph=True)
             outputs = self.produced
             total += cotangent
             self.sweeps += 1
             self.left = float(cotangent.norm() / total.norm().clamp(min=torch.finfo(total.dtype).tiny))
+        self.guard.remove()
         torch.autograd.backward([loss, self.produced], [torch.ones_like(loss), total])
         self.rows.grad = None
+
+
+def _refuse(rows: Tensor) -> None:
+    """Of rows whose gradient would end here: a function of no object, since what it held would not be freed with it."""
+    raise GradientError(
+        "expected rollout.backward(loss), which runs the backward sweeps, got a backward of the loss itself, whose "
+        "gradient stops at each token: call the former, or generate with carry='cached'"
+    )

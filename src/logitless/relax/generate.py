@@ -83,7 +83,8 @@ class Rollout:
     """What was generated: `soft` (B, T), `hidden` (B, T, H') that each was drawn from, `alive` (B, T) up to the end id.
 
     kl: (B, T) fp32, KL(policy‖reference) of each step, 0 past the end, and without a reference.
-    Call `backward(loss)`, which for `sweeps` runs them; the number of sweeps is then `carried.sweeps`.
+    Call `backward(loss)`, which for `sweeps` runs them, where `loss.backward()` raises GradientError; the number of
+    sweeps is then `carried.sweeps`.
     """
 
     soft: SoftTokens
