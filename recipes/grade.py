@@ -9,7 +9,6 @@ the `--top-k` likeliest entries of each token: the (batch, tokens, vocabulary) t
 """
 
 import argparse
-import inspect
 import random
 
 import torch
@@ -18,15 +17,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DynamicCache,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
 
-import logitless as ll
 from logitless import relax
+from logitless.integrations.transformers.soft_tokens import reader_of, table_of
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="the policy, a hub id or directory; default: tiny models with random weights")
@@ -90,39 +88,19 @@ else:
 judge.to(args.device).eval().requires_grad_(False)
 # With its adapters the model is the policy, without them the reference that the KL is measured to.
 policy = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).to(args.device).eval()  # no dropout
-past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # to transformers 5.23
-table, judge_table = policy.get_input_embeddings().weight, judge.get_input_embeddings().weight
-# Gemma multiplies the rows that it looks up, and not those that come as inputs_embeds.
-scale, judge_scale = (getattr(x.get_input_embeddings(), "scalar_embed_scale", 1.0) for x in (policy, judge))
-head = ll.LMHead.of(policy)
+vocab_size = len(tokenizer)  # rows behind, which pad an embedding, have no text
+reader, reference = reader_of(policy, vocab_size), reader_of(policy, vocab_size, without_adapters=True)
+judge_table = table_of(judge, vocab_size)
 
 
-def rollout(prompts: list[str], tau: float) -> tuple[relax.SoftTokens, torch.Tensor, torch.Tensor]:
-    """Continuations: soft tokens (B, T), what the classifier reads (B, T, E), and the KL to the reference (B,)."""
+def rollout(prompts: list[str], tau: float) -> tuple[relax.Rollout, torch.Tensor]:
+    """Continuations: soft tokens (B, T) with their KL to the reference, and what the classifier reads (B, T, E)."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(args.device)
-    embeds, mask = scale * table[batch.input_ids], batch.attention_mask
     seeds = torch.randint(2**62, (len(prompts),), device=args.device)  # each sequence has noise of its own
-    cache, reference_cache = DynamicCache(), DynamicCache()
-    softs, kl = [], torch.zeros(len(prompts), device=args.device)
-    for step in range(args.tokens):
-        inputs = {
-            "inputs_embeds": embeds,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -embeds.shape[1] :],
-            "use_cache": True,
-        }
-        hidden = ll.hidden_states(policy, {**inputs, past: cache})[:, -1]
-        with torch.no_grad(), policy.disable_adapter():
-            reference = ll.hidden_states(policy, {**inputs, past: reference_cache})[:, -1]
-        kl = relax.online_kl(hidden, head, (reference, head), total=kl)
-        noise = relax.Noise(seeds, torch.tensor(step, device=args.device))
-        # One-hot forward, the soft weights' gradient backward (straight-through): hard=False is soft both ways.
-        soft = relax.gumbel_topk(hidden, head, tau, k=min(args.top_k, head.rows), hard=True, noise=noise)
-        softs.append(soft)
-        embeds = scale * relax.soft_embedding(soft, table)[:, None]  # what the policy reads next
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-    soft = relax.SoftTokens.stack(softs)
-    return soft, judge_scale * relax.soft_embedding(soft, judge_table), kl
+    # One-hot forward, the soft weights' gradient backward (straight-through): hard=False is soft both ways.
+    sampling = relax.Sampling(args.tokens, tau, k=min(args.top_k, vocab_size), hard=True)
+    made = relax.generate(reader, batch.input_ids, batch.attention_mask, seeds, sampling, reference=reference)
+    return made, relax.soft_embedding(made.soft, judge_table)
 
 
 trained = [p for p in policy.parameters() if p.requires_grad]
@@ -130,20 +108,21 @@ optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0)
 history = []
 for step in range(args.steps):
     tau = relax.anneal(step, args.steps)  # from 2 to 0.5
-    soft, read, kl = rollout(random.choices(PROMPTS, k=args.batch_size), tau)
+    made, read = rollout(random.choices(PROMPTS, k=args.batch_size), tau)
     reward = judge(inputs_embeds=read).logits.float().softmax(-1)[:, args.reward_label]
-    (args.beta * kl - reward).mean().backward()
+    kl = made.kl.sum(-1)
+    made.backward((args.beta * kl - reward).mean())  # not the loss's own: through every token
     norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     history.append({"reward": reward.mean().item(), "kl": kl.mean().item(), "gradient": norm.item()})
     print(
         f"step {step:4d}  reward {history[-1]['reward']:.3f}  KL {history[-1]['kl']:.3f}  gradient {norm:.3f}  "
-        f"tau {tau:.2f}  the {args.top_k} likeliest hold {soft.coverage.mean():.1%}",
+        f"tau {tau:.2f}  the {args.top_k} likeliest hold {made.soft.coverage.mean():.1%}",
         flush=True,
     )
 
 first, last = history[0], history[-1]
 print(f"reward {first['reward']:.3f} -> {last['reward']:.3f}, at a KL of {last['kl']:.3f} nats a continuation")
-print(f"a continuation: {tokenizer.decode(soft.token[0])!r}")
+print(f"a continuation: {tokenizer.decode(made.soft.token[0])!r}")
 policy.save_pretrained(args.output)

@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.harness import results
+from logitless.integrations.transformers.soft_tokens import reader_of
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, generate
-from logitless.workbench.grade.models import reader_of
 from tests.support.allocations import AllocationTracker
 
 WAYS = {

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import logitless
-from logitless import relax
 
 pytest.importorskip("trl")
 
@@ -27,6 +26,7 @@ PUBLIC = (
     "logitless.memory",
     "logitless.relax",
     "logitless.sample",
+    "logitless.integrations.transformers.soft_tokens",
     "logitless.integrations.trl",
 )
 
@@ -150,7 +150,7 @@ def test_grpo_raises_the_reward_and_reports_the_exact_kl(run, capsys, monkeypatc
     assert f"exact KL {history[-1]['kl']:.4f}" in capsys.readouterr().out
 
 
-def test_grade_sends_a_gradient_through_tokens_and_raises_the_reward(run, capsys, monkeypatch):
+def test_grade_sends_a_gradient_through_tokens_and_raises_the_reward(run, capsys):
     found = run("grade.py", "--steps", 20, "--tokens", 8, "--lr", 1e-2)
     history = found["history"]
     assert mean(x["reward"] for x in history[-5:]) > 2 * mean(x["reward"] for x in history[:5])
@@ -158,18 +158,11 @@ def test_grade_sends_a_gradient_through_tokens_and_raises_the_reward(run, capsys
     assert history[-1]["kl"] > 0
     assert "reward" in capsys.readouterr().out
 
-    # What the last token makes the classifier read depends on the first token that was generated, differentiably.
-    rows, soft_embedding = [], relax.soft_embedding
-
-    def recorded(soft, table):
-        rows.append(soft_embedding(soft, table))
-        return rows[-1]
-
-    monkeypatch.setattr(relax, "soft_embedding", recorded)
-    _, read, kl = found["rollout"](found["PROMPTS"][:2], 1.0)
-    (gradient,) = torch.autograd.grad(read[:, -1].square().sum(), rows[0])
+    # What the last token makes the classifier read depends on each token that was generated, differentiably.
+    made, read = found["rollout"](found["PROMPTS"][:2], 1.0)
+    (gradient,) = torch.autograd.grad(read[:, -1].square().sum(), made.carried.rows)
     assert bool((gradient != 0).any(-1).all())
-    assert kl.shape == (2,)
+    assert made.kl.shape == (2, 8)
 
 
 def test_pretrain_says_how_much_text_it_needs(run, tmp_path, capsys):
@@ -180,7 +173,7 @@ def test_pretrain_says_how_much_text_it_needs(run, tmp_path, capsys):
     assert "--data: expected 660 tokens or more, got " in capsys.readouterr().err
 
 
-def test_grade_reads_gemmas_embedding_as_the_model_does(run, tmp_path, monkeypatch):
+def test_grade_reads_gemmas_embedding_as_the_model_does(run, tmp_path):
     """Which multiplies its rows by a number, not so what comes as inputs_embeds."""
     from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, Gemma3TextForSequenceClassification
 
@@ -192,19 +185,12 @@ def test_grade_reads_gemmas_embedding_as_the_model_does(run, tmp_path, monkeypat
         kind(config).save_pretrained(name)
         tokenizer.save_pretrained(name)
     options = ("--model", "policy", "--reward-model", "judge", "--steps", 1, "--batch-size", 2, "--tokens", 2)
-    found, fed, hidden_states = run("grade.py", *options), [], logitless.hidden_states
-
-    def recorded(model, batch):
-        fed.append(batch["inputs_embeds"])
-        return hidden_states(model, batch)
-
-    monkeypatch.setattr(logitless, "hidden_states", recorded)
-    soft, read, _ = found["rollout"](found["PROMPTS"][:2], 1.0)
-    prompts = tokenizer(found["PROMPTS"][:2], return_tensors="pt", padding=True, padding_side="left").input_ids
+    found = run("grade.py", *options)
+    made, read = found["rollout"](found["PROMPTS"][:2], 1.0)
     policy, judge = (found[name].get_input_embeddings() for name in ("policy", "judge"))
-    torch.testing.assert_close(fed[0], policy(prompts))
-    torch.testing.assert_close(fed[-1][:, 0], policy(soft.token[:, 0].long()))
-    torch.testing.assert_close(read, judge(soft.token.long()))
+    torch.testing.assert_close(found["reader"].table, policy.weight * policy.scalar_embed_scale)
+    torch.testing.assert_close(made.carried.rows, policy(made.soft.token[:, :-1]))
+    torch.testing.assert_close(read, judge(made.soft.token))
 
 
 def test_the_recipes_take_a_model_that_was_saved(run, tmp_path):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...integrations.transformers.soft_tokens import reader_of
 from ...relax import Reader, Rollout, Sampling, generate
 from ...resident import peak_of
 from .config import GradeConfig
-from .models import Reward, reader_of
+from .models import Reward
 
 PLAIN = "none"  # a rollout without gradient
 

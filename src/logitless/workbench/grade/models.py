@@ -1,11 +1,10 @@
-"""transformers models as what generation and rewards need: readers of soft tokens."""
+"""What rewards soft tokens: a classifier that reads them, or a rule of each entry."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -13,87 +12,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, NotFiniteError, OptionError
-from ...integrations.transformers.lm_head import cache_name, causal_lm, forward_with, head_of
-from ...relax import Reader, SoftTokens
+from ...integrations.transformers.soft_tokens import table_of
+from ...relax import SoftTokens
 from ...relax.tokens import rows_in
-from ...vocab.face import LMHead, unwrapped
+from ...vocab.face import unwrapped
 from ..common.functions import is_finite
-
-PROBES = 8  # rows of an embedding table that are compared with what its module returns
-
-
-def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Reader:
-    """A causal LM, wrapped by PEFT or not, as a `Reader` of the first `vocab_size` entries.
-
-    without_adapters: the model that the adapters were put on. Raises ConfigError for an embedding that is not a table.
-    """
-
-    def aside() -> AbstractContextManager[Any]:
-        return model.disable_adapter() if without_adapters else nullcontext()
-
-    def body(embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        with aside():
-            return _read(model, embeds, mask, past)
-
-    def head() -> LMHead:
-        with aside():
-            return replace(LMHead.of(model), vocab_size=vocab_size)
-
-    return Reader(body, table_of(causal_lm(model), vocab_size), head)
-
-
-def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    from transformers import DynamicCache
-
-    count = embeds.shape[1]
-    cache = DynamicCache(None if past is None else _layers(past, causal_lm(model).config.get_text_config(), embeds))
-    batch = {
-        "inputs_embeds": embeds,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:],
-        cache_name(model): cache,
-        "use_cache": True,
-    }
-    hidden, _ = forward_with(model, batch, lambda inner, hidden: (hidden, head_of(inner)))
-    layers: Any = cache.layers
-    kept: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    _check_kept(causal_lm(model), kept)
-    return hidden, torch.cat([x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for x in kept], 1)
-
-
-def _check_kept(model: Any, kept: list[Any]) -> None:
-    """ConfigError unless every layer keeps keys and values, all of the shape that the configuration says."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    shapes = {None if x is None else (x.shape[1], x.shape[3]) for x in kept}
-    if len(kept) != 2 * config.num_hidden_layers or {x and x[0] for x in shapes} != {heads} or len(shapes) != 1:
-        found = ", ".join(sorted("none" if x is None else f"{x[0]}x{x[1]}" for x in shapes))
-        raise ConfigError(
-            f"{type(model).__name__}: methods on soft tokens need {config.num_hidden_layers} layers that keep keys and "
-            f"values of one shape, {heads} heads; got {len(kept) // 2} with heads x width {found}: use another model"
-        )
-
-
-def _layers(past: Tensor, config: Any, embeds: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values (B, heads, m, width) of each layer, out of `past` (m, X)."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    parts = past.view(past.shape[0], config.num_hidden_layers, 2, embeds.shape[0], heads, -1)
-    keys, values = parts.permute(2, 1, 3, 4, 0, 5)
-    return list(zip(keys, values, strict=True))
-
-
-def table_of(model: Any, vocab_size: int) -> Tensor:
-    """The embedding's rows as the model's body reads them. ConfigError where rows are not all that it does."""
-    module = model.get_input_embeddings()
-    weight = module.weight
-    table = weight if weight.shape[0] == vocab_size else weight[:vocab_size]
-    scale = float(getattr(module, "scalar_embed_scale", 1.0))
-    ids = torch.arange(min(PROBES, vocab_size), device=table.device)
-    with torch.no_grad():
-        same = torch.allclose(module(ids).float(), (table[ids] * scale).float(), rtol=1e-2, atol=1e-6)
-    if not same:
-        raise ConfigError(f"{type(model).__name__}: its embedding is not a plain table, which soft tokens need")
-    return table if scale == 1.0 else table * scale
 
 
 @dataclass(frozen=True, eq=False)
