@@ -110,7 +110,7 @@ def _finite(rewards: Tensor, otherwise: str) -> Tensor:
 
 
 def shared_vocabulary(policy: Any, reward: Any, tokenizer: Any, reward_tokenizer: Any) -> int:
-    """How many entries both models have. Raises ConfigError unless their tokenizers are one."""
+    """How many entries both models have, padding left out. Raises ConfigError unless their tokenizers are one."""
     if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
         ours, theirs = len(tokenizer.get_vocab()), len(reward_tokenizer.get_vocab())
         raise ConfigError(
@@ -121,7 +121,7 @@ def shared_vocabulary(policy: Any, reward: Any, tokenizer: Any, reward_tokenizer
     highest = max(tokenizer.get_vocab().values())
     if min(rows) <= highest:
         raise ConfigError(f"expected embeddings of {highest + 1:,} rows or more, got policy and reward model of {rows}")
-    return min(*rows, unwrapped(policy).config.get_text_config().vocab_size)  # type: ignore[union-attr]
+    return min(highest + 1, unwrapped(policy).config.get_text_config().vocab_size)  # type: ignore[union-attr]
 
 
 def finite_norm(norm: float) -> float:
