@@ -117,6 +117,8 @@ class GradeConfig(RunOptions):
         require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)
         if self.token_reward is not None and self.reward_model is not None:
             raise OptionError("--token-reward stands in the place of --reward-model: give one of them")
+        if self.token_reward is not None and self.reward_label is not None:
+            raise OptionError("--reward-label is of a classifier, got it with --token-reward: leave it out")
         require(self.reward_label is None or self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
         if self.seeds > 1 and self.method != "all":
             raise OptionError(f"--seeds is of --method all, got it with --method {self.method}: give --seed, or all")
