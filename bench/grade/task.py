@@ -22,7 +22,7 @@ from logitless.workbench.grade.config import LEGACY, METHODS_COMPARED, GradeConf
 from logitless.workbench.grade.method import Batch, Method, Outcome
 from logitless.workbench.grade.methods import METHODS
 from logitless.workbench.grade.single import policy_of, set_up
-from logitless.workbench.grade.steps import Run
+from logitless.workbench.grade.steps import Run, evaluation
 from logitless.workbench.runs.rundir import stored
 
 Record = dict[str, Any]
@@ -101,13 +101,13 @@ def place_gradient(model: Any, flat: Tensor) -> None:
 def variance(config: GradeConfig, samples: int, blocks: int, taus: tuple[float, ...] = (2.0, 1.0, 0.5)) -> Record:
     """The variance of one batch's gradient over draws of the noise, the policy unchanged, in `blocks` of draws.
 
-    reinforce's baseline is the mean gain of draws of its own. `cosine`: of the mean gradient with reinforce's, which
-    has no bias; `halves`: of two halves of reinforce's own draws.
+    reinforce's baseline is what a run begins with, the mean gain of the validation prompts. `cosine`: of the mean
+    gradient with reinforce's, which has no bias; `halves`: of two halves of reinforce's own draws.
     """
     run = opened(config)
     batch = run.batch(run.prompts["train"][: config.batch_size], "variance")
-    score = method_of(run, "reinforce")
-    score.learn([gradient(score, draw(batch, i), 1.0)[1] for i in range(-8, 0)])
+    score, before = method_of(run, "reinforce"), evaluation(run, "validation")
+    score.learn(before["val/reward_mean"], before["val/kl"])
     kinds = [("reinforce", 1.0), *((name, tau) for name in ("ste", "gumbel") for tau in taus)]
     rows, exact, halves = [], None, 1.0
     for name, tau in kinds:

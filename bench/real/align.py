@@ -2,11 +2,11 @@
 
 python -m bench.real.align [--runs all grpo intuitor --model smollm2 --keep DIR --out FILE]
 
-all: every method of soft tokens on continuations of this Python's library, `--method all`. grpo and intuitor: answers
-to the questions that the package carries, with the exact KL. The reward of all and grpo is a rule, text without the
-letter e (`bench.real.rules`); Intuitor's is the policy's self-certainty. Each run is a command in a process of its own,
-and goes on with --keep (and a new --out) where it was killed. A number is told by its means over the first and last
-sixth of steps.
+all: every method of soft tokens on continuations of this Python's library, `--method all`; ste, reinforce and so on are
+one of them by itself. grpo and intuitor: answers to the questions that the package carries, with the exact KL. The
+reward of all and grpo is a rule, text without the letter e (`bench.real.rules`); Intuitor's is the policy's
+self-certainty. Each run is a command in a process of its own, and goes on with --keep (and a new --out) where it was
+killed. A number of GRPO and Intuitor is told by its means over the first and last sixth of steps.
 """
 
 import argparse
@@ -20,17 +20,20 @@ from statistics import fmean
 
 from bench.harness import read_lines, results
 from logitless.workbench.demo.run import CHATS
+from logitless.workbench.grade.comparison.report import table
+from logitless.workbench.grade.config import GRADE_METHODS
 
 GRPO = ["--exact-kl", "--completion-length", "32", "--generations-per-prompt", "8", "--batch-size", "8",
         "--gradient-accumulation-steps", "2", "--lora-rank", "16", "--learning-rate", "5e-4"]  # fmt: skip
+SOFT = ["--token-reward", "bench.real.rules:without_e", "--prompt-length", "16", "--completion-length", "16",
+        "--batch-size", "8", "--gradient-accumulation-steps", "1", "--learning-rate", "1e-3", "--beta", "0.02",
+        "--evaluation-prompts", "32", "--variance-samples", "4"]  # fmt: skip
 RUNS = {
-    "all": ["--method", "all", "--token-reward", "bench.real.rules:without_e", "--prompt-length", "16",
-            "--completion-length", "16", "--batch-size", "8", "--gradient-accumulation-steps", "1",
-            "--learning-rate", "1e-3", "--beta", "0.02", "--evaluation-prompts", "32", "--variance-samples", "4"],
+    **{method: ["--method", method, *SOFT] for method in GRADE_METHODS},
     "grpo": ["--method", "grpo", "--rewards", "bench.real.rules:words_without_e", *GRPO],
     "intuitor": ["--method", "intuitor", *GRPO],
 }  # fmt: skip
-STEPS = {"all": 16, "grpo": 36, "intuitor": 36}
+SOFT_STEPS, STEPS = 16, 36
 TOLD = ("reward", "kl", "kl/exact", "entropy", "completions/mean_length", "self_certainty/mean")
 
 
@@ -51,13 +54,15 @@ def aligned(name: str, model: str, steps: int, place: Path) -> dict:
             command += ["--resume", str(run)]
         else:
             command += ["--model", model, "--output-dir", str(run), "--max-steps", str(steps), "--device", "cpu"]
-            command += [*RUNS[name], *(() if name == "all" else ("--data", str(prompts(place))))]
+            command += [*RUNS[name], *(() if name in GRADE_METHODS else ("--data", str(prompts(place))))]
         subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     row = {"kind": "align", "run": name, "model": model, "steps": steps, "options": RUNS[name]}
     if name == "all":
         kept = ("methods", "beside_legacy", "criteria", "left_out")
         return row | {key: summary[key] for key in kept if key in summary}
+    if name in GRADE_METHODS:
+        return row | {"methods": table([summary])["methods"], "summary": summary}
     records = [x for x in read_lines(run / "metrics.jsonl") if "reward" in x]
     few = max(1, len(records) // 6)
     numbers = {
@@ -70,7 +75,7 @@ def aligned(name: str, model: str, steps: int, place: Path) -> dict:
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["all", "grpo", "intuitor"])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, help="instead of each run's own number")
     parser.add_argument("--keep", type=Path, help="where the runs lie and go on; default: a temporary folder")
@@ -81,7 +86,8 @@ def main(arguments=None):
         place = o.keep or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
         for name in o.runs:
-            row = aligned(name, o.model, o.steps or STEPS[name], place)
+            usual = SOFT_STEPS if name in GRADE_METHODS else STEPS
+            row = aligned(name, o.model, o.steps or usual, place)
             print(json.dumps(row), flush=True)
             write(row)
 

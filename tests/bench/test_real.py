@@ -65,3 +65,20 @@ def test_what_an_alignment_came_to_is_read_from_its_run(tmp_path):
     assert len(found["curve"]) == 12
     align.main(["--runs", "grpo", "--steps", "12", "--keep", str(tmp_path), "--out", str(tmp_path / "out")])
     assert [line["kind"] for line in read_lines(tmp_path / "out")] == ["environment", "align"]
+
+
+def test_a_method_of_soft_tokens_runs_by_itself_with_the_options_of_all(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        (tmp_path / "reinforce").mkdir()
+        (tmp_path / "reinforce" / "summary.json").write_text('{"method": "reinforce"}')
+
+    monkeypatch.setattr(align.subprocess, "run", run)
+    monkeypatch.setattr(align, "table", lambda runs: {"methods": {x["method"]: {} for x in runs}})
+    found = align.aligned("reinforce", "smollm2", 12, tmp_path)
+    assert found["methods"] == {"reinforce": {}}
+    assert found["summary"] == {"method": "reinforce"}
+    assert commands[0][-len(align.SOFT) - 2 :] == ["--method", "reinforce", *align.SOFT]
+    assert align.RUNS["all"][2:] == align.SOFT

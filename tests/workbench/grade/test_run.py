@@ -118,6 +118,8 @@ def test_a_rule_and_a_reward_model_are_refused_together(small):
         run(of(small, "both", token_reward=f"{__name__}:vowels").check())
     with pytest.raises(OptionError, match="--token-reward nothing: expected module:function"):
         run(of(small, "named", reward_model=None, token_reward="nothing"))
+    with pytest.raises(OptionError, match="--reward-label is of a classifier, got it with --token-reward: leave it"):
+        of(small, "label", reward_model=None, token_reward=f"{__name__}:vowels", reward_label=0).check()
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
@@ -439,17 +441,32 @@ def test_the_baseline_is_a_decayed_mean_of_what_was_gained_and_is_taken_off(smal
         model.zero_grad()
         outcome = method.backward(batch, 1.0)
         gain = outcome.rewards[0] - 0.5 * outcome.kls[0]
-        return model.model.norm.weight.grad / (gain - (method.baseline or 0.0))  # the log-probability's: KL has none
+        return model.model.norm.weight.grad / (gain - method.baseline)  # the log-probability's: KL has none
 
+    method.learn(2.0, 2.0)
+    assert method.baseline == pytest.approx(1.0)
     first = slope()
-    method.learn([Outcome([1.0, 3.0], [2.0, 0.0], 1.0), Outcome([2.0], [4.0], 1.0)])
-    assert method.baseline == pytest.approx((0.0 + 3.0 + 0.0) / 3)
-    torch.testing.assert_close(slope(), first)
-    method.learn([Outcome([5.0], [0.0], 1.0)])
+    method.learn(5.0, 0.0)
     assert method.baseline == pytest.approx(0.75 * 1.0 + 0.25 * 5.0)
+    torch.testing.assert_close(slope(), first)
     again = Reinforce(method.task)
     again.load(json.loads(json.dumps(method.state())))
     assert again.baseline == method.baseline
+
+
+def test_the_baseline_begins_with_what_was_gained_in_validation(small, monkeypatch):
+    """Before the first gradient, whose advantages would be whole rewards without it."""
+    seen, backward = [], Reinforce.backward
+
+    def looked_at(method: Reinforce, *given: object) -> Outcome:
+        seen.append(method.baseline)
+        return backward(method, *given)
+
+    monkeypatch.setattr(Reinforce, "backward", looked_at)
+    before = run(of(small, "begins", method="reinforce", max_steps=1))["before"]
+    gained = before["val/reward_mean"] - small.config.beta * before["val/kl"]
+    assert seen == pytest.approx([gained] * len(seen))
+    assert seen
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])

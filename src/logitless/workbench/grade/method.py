@@ -99,11 +99,11 @@ class Method:
         """Takes one optimizer step: `apply` clips the gradients, moves the parameters and clears the gradients."""
         outcomes = [self.backward(batch, tau, 1 / len(batches)) for batch in batches]
         apply()
-        self.learn(outcomes)
+        self.learn(fmean(x for one in outcomes for x in one.rewards), fmean(x for one in outcomes for x in one.kls))
         return outcomes
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """What a method makes of a step's rewards."""
+    def learn(self, reward: float, kl: float) -> None:
+        """What a method makes of a mean reward and KL: of the validation prompts at first, then of each step."""
 
     def parameters(self) -> list[nn.Parameter]:
         """What is learned beside the policy."""

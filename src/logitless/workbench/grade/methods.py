@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -91,12 +91,13 @@ class Reinforce(Method):
     """Gradient of the same objective by the score function, less a moving average of what was gained before.
 
     Dense equivalent: `((baseline - (reward - beta * kl).detach()) * logp.sum(-1) + beta * kl).mean().backward()`.
-    Without bias, for the distribution that is sampled from. Williams, 1992, doi:10.1007/BF00992696.
+    Without bias, for the distribution that is sampled from: the average is of other samples, the validation prompts'
+    at first. Williams, 1992, doi:10.1007/BF00992696.
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.baseline: float | None = None  # the moving average of rewards less KL
+        self.baseline = math.nan  # the moving average of rewards less KL; NaN before anything is learned
 
     def backward(self, batch: Batch, tau: float, share: float = 1.0) -> Outcome:
         task, beta = self.task, self.task.config.beta
@@ -104,15 +105,13 @@ class Reinforce(Method):
         scored = score(task, batch, rollout)
         kls = scored.kl.sum(-1)
         rewards = task.reward(rollout.soft, rollout.alive)
-        advantage = rewards - beta * kls.detach() - (self.baseline or 0.0)
+        advantage = rewards - beta * kls.detach() - self.baseline
         (share * (beta * kls - advantage * scored.logprob.sum(-1)).mean()).backward()
         return Outcome.of(rollout, rewards, kls)
 
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        config = self.task.config
-        gain = fmean(r - config.beta * k for o in outcomes for r, k in zip(o.rewards, o.kls, strict=True))
-        decay = config.baseline_decay
-        self.baseline = gain if self.baseline is None else decay * self.baseline + (1 - decay) * gain
+    def learn(self, reward: float, kl: float) -> None:
+        decay, gain = self.task.config.baseline_decay, reward - self.task.config.beta * kl
+        self.baseline = gain if math.isnan(self.baseline) else decay * self.baseline + (1 - decay) * gain
 
     def state(self) -> dict[str, Any]:
         return {"baseline": self.baseline}

@@ -156,6 +156,8 @@ def _looks(state: Run) -> dict[str, float]:
     """The validation prompts' reward; at the start, half-way and at the end how much a batch's gradient varies."""
     config = state.config
     found = evaluation(state, "validation")
+    if state.step == 0:  # before the first gradient, and of other samples than its own, so without bias
+        state.method.learn(found["val/reward_mean"], found["val/kl"])
     if config.variance_samples > 1 and state.step in (0, config.max_steps // 2, config.max_steps):
         tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
         batch = state.batch(state.prompts["train"][: min(VARIANCE_BATCH, config.batch_size)], "variance")
