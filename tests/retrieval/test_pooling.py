@@ -165,6 +165,19 @@ def test_of_equal_entries_the_lowest_are_kept():
     assert got.ids.tolist() == [1, 2, 3, 4] * 2
 
 
+@pytest.mark.parametrize("bounds", [{"above": 0.0}, {"top_k": 3}, {"above": 0.0, "top_k": 3}], ids=str)
+def test_nan_is_kept_and_makes_no_empty_document(bounds):
+    ops = problem()
+    with torch.no_grad():
+        ops.hidden[0, 1] = torch.nan
+    got = retrieval.max_pool_logits(ops.hidden, ops.head, **bounds)
+    assert got.values[got.rows == 0].isnan().all()
+    assert int((got.rows == 0).sum()) == bounds.get("top_k", V)
+    dense = retrieval.max_pool_logits(ops.hidden, ops.head).values
+    torch.testing.assert_close(got.values, dense[got.rows, got.ids], equal_nan=True)
+    assert retrieval.flops(got.map(retrieval.splade_activation)).isnan()
+
+
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("a",), ("b",), ("hidden", "b"), ()], ids=str)
 @pytest.mark.parametrize("above", [None, 0.0])
 def test_only_what_is_trained_has_a_gradient(trained, above):

@@ -89,8 +89,8 @@ def max_pool_logits(
     it). mask: which tokens count, as a tokenizer's attention_mask has it; all without one. offsets: in the mask's place
     where documents stand end to end without padding, where each begins and the last ends (flash attention's
     cu_seq_lens). above, top_k: keep a document's entries above that number, its k best, or the k best of those above,
-    of equal ones the lowest ids; the result then is `SparseRows`, and (B, V) never exists. memory_budget: bytes of
-    buffers, 256 MiB unless given, up to 1 GiB on a GPU, but at least a document's own maxima.
+    of equal ones the lowest ids, NaN before all others; the result then is `SparseRows`, and (B, V) never exists.
+    memory_budget: bytes of buffers, 256 MiB unless given, up to 1 GiB on a GPU, but at least a document's own maxima.
     Differentiable in values with respect to hidden, weight, bias and the adapters' factors; a maximum that several
     tokens share has its gradient at the first.
     Price: one product forward, 2·N·H·V flop; backward 2·H for each pair with an upstream gradient and each of hidden

@@ -28,7 +28,7 @@ from .price import slices_for
 
 NO_TOKEN = -1
 LEAST_WIDTH = 64  # entries of a slice, whatever the budget
-MAXIMUM = 16  # bytes for each (document, entry) pair of a chunk while some of its maxima are chosen
+MAXIMUM = 20  # bytes for each (document, entry) pair of a chunk while some of its maxima are chosen
 PAIR = 64  # and of a slice, while their gradients are added up
 
 
@@ -134,9 +134,10 @@ class Keep:
 
     def take(self, found: Pooled) -> None:
         values = found.values
-        keep = torch.ones_like(values, dtype=torch.bool) if self.above is None else values > self.above
+        rank = values.masked_fill(values.isnan(), math.inf)  # or a document of NaN would pass for an empty one
+        keep = torch.ones_like(rank, dtype=torch.bool) if self.above is None else rank > self.above
         if self.top_k is not None:
-            keep &= _best(values, self.top_k)
+            keep &= _best(rank, self.top_k)
         row, ids = keep.nonzero(as_tuple=True)
         self.parts.append(Kept(values[row, ids], found.places[row, ids], found.documents[row], ids))
 
