@@ -191,8 +191,25 @@ def test_refusals():
     assert model(**batch(), loss_config=fused, **CALLS["eagle3"])[1].isfinite()
     with pytest.raises(ConfigError, match=r"expected speculators' Eagle3DraftModel.*got Linear"):
         ours.install(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"speculators 0\.9\S*: its model asks softmax of logits"):
-        model.lm_head(torch.randn(1, 3, H)).softmax(-1)
+
+
+def test_what_would_be_of_hidden_states_is_refused():
+    model = build("eagle3")
+    ours.install(model)
+    x = model.lm_head(torch.randn(1, 3, H))
+    assert x.shape == (1, 3, V)
+    assert x[:, 1:].shape == torch.roll(x, 1, dims=1)[:, :2].shape == (1, 2, V)
+    for name, call in (
+        ("softmax", lambda: x.softmax(-1)),
+        ("argmax", lambda: torch.argmax(x, dim=-1, keepdim=True)),
+        ("argmax", lambda: x.argmax()),
+        ("__getitem__", lambda: x[..., :3]),
+        ("roll", lambda: torch.roll(x, 1, dims=-1)),
+        ("roll", lambda: torch.roll(x[0], 1, dims=1)),
+        ("roll", lambda: torch.roll(x, 1)),
+    ):
+        with pytest.raises(ConfigError, match=rf"its model asks {name} of logits, expected tokens'"):
+            call()
 
 
 def test_another_speculators_is_an_error_that_names_versions(monkeypatch):

@@ -44,16 +44,29 @@ HOST = Seam(
 )  # fmt: skip
 KINDS = ("Eagle3DraftModel", "PEagleDraftModel", "DFlashDraftModel")
 HEADS = ("lm_head", "verifier_lm_head")
-BY_TOKEN = (Tensor.__getitem__, torch.roll)  # what keeps a row of hidden states a row
 SEEN = ("shape", "device", "dtype", "requires_grad", "is_cuda")
 ARGMAX = (torch.argmax, Tensor.argmax)
+
+
+def _selected(hidden: Tensor, index: Any) -> Tensor | None:
+    """Rows of hidden states, None where the index cuts them."""
+    found = hidden[index]
+    return found if found.shape[-1:] == hidden.shape[-1:] else None
+
+
+def _rolled(hidden: Tensor, shifts: Any, dims: Any = None) -> Tensor | None:
+    """Rows (1, T, H) in another order, None where the numbers in them would be."""
+    return torch.roll(hidden, shifts, dims) if dims == 1 and hidden.dim() == 3 else None
+
+
+BY_TOKEN = {Tensor.__getitem__: _selected, torch.roll: _rolled}  # what keeps a row of hidden states a row
 
 
 class HeadInput(Tensor):
     """Hidden states (1, T, H) in the place of their head's logits (1, T, V).
 
-    `argmax(dim=-1)` is that of the logits, and what selects tokens gives a HeadInput; whatever else is asked of logits
-    is a ConfigError, since it would be of hidden states.
+    `shape` and `argmax(dim=-1)` are the logits', and what selects or rolls tokens gives a HeadInput; whatever else is
+    asked of logits is a ConfigError, since it would be of hidden states.
     """
 
     head: LMHead
@@ -73,16 +86,19 @@ class HeadInput(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, self = kwargs or {}, next(x for x in args if isinstance(x, HeadInput))
         name = getattr(func, "__name__", "")
-        if func in ARGMAX and (args[1:] or (kwargs.get("dim"),)) == (-1,):
+        if func in ARGMAX and (args[1:], kwargs) in (((-1,), {}), ((), {"dim": -1})):
             with torch.no_grad():
                 stats = token_stats(self.plain(), self.head, want=(), top_k=1, memory_budget=self.budget)
             return stats.top_k_ids[..., 0]
         with torch._C.DisableTorchFunctionSubclass():
             if func in BY_TOKEN:
-                return cls.of(func(self.as_subclass(Tensor), *args[1:], **kwargs), self.head, self.budget)
-            if name == "__get__" and getattr(func.__self__, "__name__", "") in SEEN:
-                return func(*args, **kwargs)
-        raise HOST.error(f"its model asks {name or func} of logits, expected slices, argmax and a loss")
+                found = BY_TOKEN[func](self.as_subclass(Tensor), *args[1:], **kwargs)
+                if found is not None:
+                    return cls.of(found, self.head, self.budget)
+            if name == "__get__" and (asked := getattr(func.__self__, "__name__", "")) in SEEN:
+                found = func(*args, **kwargs)
+                return torch.Size((*found[:-1], self.head.rows)) if asked == "shape" else found
+        raise HOST.error(f"its model asks {name or func} of logits, expected tokens' slices, argmax(dim=-1) and a loss")
 
 
 LEAST = 1e-5  # the acceptance rate that speculators' nla takes in the place of smaller ones
