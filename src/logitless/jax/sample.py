@@ -59,7 +59,7 @@ def sample_tokens(
     top_p; known before tracing, as is keep: how many of the top entries the record holds, and forbidden: ids whose
     logits are -inf. axis_name: as in `token_stats`.
     No gradient. Price: one GEMM. A token whose kept entries may reach past the top 64 (or top_k, or keep, 1,024 of
-    top_k at most) has all of its entries looked at again, with no GEMM: nothing is approximate.
+    top_k at most), or any under `jax.vmap` (give leading dimensions instead), has all entries looked at, with no GEMM.
     Returns a SampleRecord of shape (...); under jit, for `lax.while_loop` too. Raises ShapeError, DtypeError,
     OptionError; NotFiniteError outside of jit for logits that are NaN or +inf, or all -inf: inside it such a token is
     -1, and its log-sum-exp is not finite.

@@ -123,7 +123,8 @@ def linear_topk(
 
     hidden: (..., H) floating; k: 1..V. Logits and log-sum-exp fp32 (fp64 for fp64 inputs) and differentiable as
     `token_stats`, ids integer. For `lax.while_loop` as for jit: shapes depend on shapes alone.
-    Raises ShapeError, DtypeError, OptionError, GradientError. Memory: as `token_stats`.
+    Raises ShapeError, DtypeError, OptionError, GradientError. Memory: as `token_stats`. Under `jax.vmap` the best of
+    every slice are sorted, also where none is among the k: give leading dimensions instead.
     """
     options = Options(("logsumexp",), memory_budget=memory_budget, axis_name=axis_name)
     call = checked_call(hidden, head, None, options, temperature=temperature)
