@@ -1,6 +1,7 @@
 """`logitless.integrations.gemma` against the package's own sampler and dense logits; run by `make test-gemma`."""
 
 import dataclasses
+import importlib
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ from gemma import gm
 from gemma.gm.testing import DummyTokenizer
 from gemma.gm.text import _prefill, _sampler_loop
 
-from logitless.errors import NotFiniteError, OptionError
+from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.integrations import gemma as ours
 
 V = 700
@@ -148,10 +149,22 @@ def test_sampling_methods(params, sampling):
     assert not np.array_equal(other.tokens, alone.tokens)
     check(params, PROMPTS[1], batch.state, 1, 6)
     z = dense(params, PROMPTS[1], np.asarray(batch.tokens[1, :6]))
-    rank = (z > np.asarray(batch.state.predicted_logit)[1, :6, None] + 1e-4).sum(1)
+    higher = z > np.asarray(batch.state.predicted_logit)[1, :6, None] + 1e-4
     assert 11 not in np.asarray(batch.tokens)
     if isinstance(sampling, gm.text.TopkSampling):
-        assert rank.max() < 4
+        assert higher.sum(1).max() < sampling.k
+    if isinstance(sampling, gm.text.TopPSampling):
+        assert (jax.nn.softmax(z) * higher).sum(1).max() < sampling.p
+
+
+def test_the_rules_of_each_method():
+    for sampling, rules in (
+        (gm.text.Greedy(), {"temperature": 0}),
+        (gm.text.RandomSampling(temperature=0.7), {"temperature": 0.7}),
+        (gm.text.TopkSampling(temperature=0.7, k=4), {"temperature": 0.7, "top_k": 4}),
+        (gm.text.TopPSampling(temperature=0.7, p=0.8), {"temperature": 0.7, "top_p": 0.8}),
+    ):
+        assert ours.rules_of(sampling) == rules
 
 
 def test_two_turns(params):
@@ -227,3 +240,9 @@ def test_errors(params):
     ):
         with pytest.raises(OptionError, match=words):
             call()
+
+
+def test_another_gemma_is_an_error_that_names_versions(monkeypatch):
+    monkeypatch.setattr(_prefill, "prefill", lambda *, model, top_k_logits: None)
+    with pytest.raises(ConfigError, match=r"gemma 3\.3\.\d: prefill takes \(model, top_k_logits\), expected \(model, "):
+        importlib.reload(ours)

@@ -19,6 +19,37 @@ from jax import Array
 
 from ..errors import NotFiniteError, OptionError
 from ..jax import LMHead, Noise, SampleRecord, sample_tokens
+from .seam import Seam
+
+SAMPLER, LOOP = "gemma.gm.text._sampler", "gemma.gm.text._sampler_loop"
+HOST = Seam(
+    "gemma",
+    ">=3.3,<3.4",
+    {
+        "gemma.gm.text._prefill:prefill": (
+            "model", "params", "input", "last_state", "cache_length", "max_out_length", "pad_length", "rng", "sharding",
+        ),
+        f"{SAMPLER}:Sampler.sample": (
+            "self", "prompt", "images", "max_new_tokens", "stream", "sampling", "rng", "return_state", "last_state",
+            "sharding",
+        ),
+        f"{SAMPLER}:Sampler._get_inputs": ("self", "prompt", "images", "add_bos", "has_batch_dim", "sharding"),
+        f"{SAMPLER}:Sampler._decode_state": ("self", "state", "predicted_tokens", "has_batch_dim", "return_state"),
+        f"{SAMPLER}:Sampler._stream_decode_state": ("self", "state_iter", "return_state"),
+        f"{SAMPLER}:_get_has_batch_dim": ("prompt",),
+        f"{SAMPLER}:_normalize_rng": ("seed_or_rng",),
+        f"{LOOP}:SamplingState": (
+            "step", "done", "last_token", "last_token_pos", "predicted_tokens", "cache", "rng", "init_cache_length",
+            "full_attention_mask",
+        ),
+        f"{LOOP}:SamplerLoop": (
+            "model", "end_tokens", "forbidden_tokens", "sampling", "cache_length", "special_tokens",
+        ),
+        f"{LOOP}:SamplerLoop._sample_loop": ("self", "params", "state", "max_new_tokens"),
+        f"{LOOP}:SamplerLoop._sample_step": ("self", "state", "params"),
+    },
+)  # fmt: skip
+HOST.require()  # after gemma's imports, whose errors say which of its dependencies does not fit
 
 KEEP = 10
 
