@@ -17,6 +17,8 @@ from logitless.errors import ConfigError
 from logitless.integrations import llamafactory as ours
 from tests.support.integrations.launching import ROOT, torchrun
 
+TINY = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1)
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
@@ -57,10 +59,19 @@ def test_its_other_kernels_are_applied_beside(monkeypatch):
     """Those that `include_kernels` names, by LLaMA-Factory: this kernel passed over what it said."""
     monkeypatch.setattr(BaseTrainer, "compute_log_probs", ours.compute_log_probs)  # what is replaced goes back
     monkeypatch.setattr(BaseTrainer, "fit", ours.fit)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    model = Qwen3ForCausalLM(TINY)
     assert ours.apply(model) is model
     with pytest.raises(ValueError, match="Kernel unknown not found"):
         ours.apply(model, include_kernels="unknown")
+
+
+def test_what_computes_the_loss_elsewhere_is_refused(monkeypatch):
+    monkeypatch.setattr(BaseTrainer, "compute_log_probs", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"llamafactory 0\.9\.5: something else has replaced .*compute_log_probs"):
+        ours.apply(Qwen3ForCausalLM(TINY))
+    monkeypatch.setattr(ours.DistributedInterface, "get_world_size", lambda self, dim: 2)
+    with pytest.raises(ConfigError, match="kernel_config: logitless: expected cp_size 1"):
+        ours.apply(Qwen3ForCausalLM(TINY))
 
 
 def test_another_llama_factory_is_an_error_that_names_versions(monkeypatch):

@@ -257,6 +257,10 @@ def test_what_is_refused(folder):
     with pytest.raises(ConfigError, match="expected transformer_task='fill-mask', got 'feature-extraction'"):
         ours.install(torch.nn.Sequential(dense, SpladePooling()))
     shared = Transformer(folder, transformer_task="fill-mask")
+    other = copy.deepcopy(shared)
+    other.backend = "onnx"
+    with pytest.raises(ConfigError, match="Transformer: expected backend 'torch', got 'onnx'"):
+        ours.install(torch.nn.Sequential(other, SpladePooling()))
     router = torch.nn.ModuleList(
         [torch.nn.Sequential(shared, SpladePooling()), torch.nn.Sequential(shared, Pooling(16))]
     )
