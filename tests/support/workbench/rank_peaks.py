@@ -45,7 +45,8 @@ def recorded(config: TrainConfig) -> Recording:
 def measured(options: dict[str, Any]) -> dict[str, Any]:
     AcceleratorState._reset_state()  # of the case before
     place = Path(options["output_dir"])
-    config = TrainConfig(**{**options, "output_dir": place}, device="cpu", dtype="bfloat16", loss="logitless")
+    fixed = {"device": "cpu", "loss": "logitless", "output_dir": place}
+    config = TrainConfig(**{"dtype": "bfloat16", **options, **fixed})
     recording = recorded(config)
     peak = recording.peak
     return {

@@ -78,12 +78,17 @@ def planned(given: dict[str, Any], ranks: int) -> int:
     return plan(setting).peak
 
 
-def agree(place: Path, cases: dict[str, Any], ranks: int) -> None:
-    """Every rank measures what the planner says, within 2 %, or less: a loss of log-probs leaves scratch unused."""
+def measured(place: Path, cases: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """What each rank finds of each case."""
     (place / "cases.json").write_text(json.dumps(cases))
     files = str(place / "cases.json"), str(place / "results.json")
     torchrun("tests.support.workbench.rank_peaks", *files, timeout=280, ranks=ranks)
-    for rank, found in enumerate(json.loads((place / "results.json").read_text())):
+    return json.loads((place / "results.json").read_text())
+
+
+def agree(place: Path, cases: dict[str, Any], ranks: int) -> None:
+    """Every rank measures what the planner says, within 2 %, or less: a loss of log-probs leaves scratch unused."""
+    for rank, found in enumerate(measured(place, cases, ranks)):
         for name, given in cases.items():
             said, peak = planned(given, ranks), found[name]["peak"]
             assert 0.98 * peak <= said <= 1.02 * peak + SCRATCH, (said, rank, name, found[name])
@@ -109,3 +114,15 @@ def test_the_peak_of_each_of_four_ranks(tmp_path, text):
     }
     cases = {name: options(tmp_path, text, False, name, **{**light, **more}) for name, more in layouts.items()}
     agree(tmp_path, cases, 4)
+
+
+@pytest.mark.slow
+def test_mixed_precision_keeps_no_rounded_copy_of_the_model(tmp_path, text):
+    """After checkpointed layers as much is alive as in float32: their inputs, and nothing of their matrices."""
+    light = {**OPTIONS["fsdp2"], "gradient_checkpointing": True, "dtype": "float32"}
+    cases = {name: options(tmp_path, text, False, name, mixed_precision=name, **light) for name in ("no", "bf16")}
+    for found in measured(tmp_path, cases, 2):
+        exact, rounded = (
+            [alive for stage, alive, _ in found[name]["stages"] if stage == "after full forward"] for name in cases
+        )
+        assert rounded == exact != []

@@ -170,6 +170,7 @@ LIGHT = ["--attention", "nsa", "--mlp-tiles", 3, "--gradient-checkpointing", "--
         (["--batch-size", 1, "--sharding", "fsdp2"], {}),
         (["--batch-size", 1, "--sharding", "fsdp2", "--lora-rank", 2, *LIGHT], {"attention": "nsa", "lora_rank": 2}),
         (["--batch-size", 2, "--context-parallel", 2], {}),
+        (["--batch-size", 2, "--context-parallel", 2, "--sharding", "fsdp2"], {}),
         (["--batch-size", 2, "--tensor-parallel", 2], {}),
         (["--batch-size", 2, "--tensor-parallel", 2, "--lora-rank", 2], {"lora_rank": 2}),
     ],

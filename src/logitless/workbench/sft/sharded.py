@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import AutocastKwargs, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -39,6 +39,7 @@ class ShardedTrainer(Trainer):
     layout, mesh: which ranks share what, and the same as `device_mesh` gives it; other arguments: Trainer's.
     """
 
+    accelerator: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -58,6 +59,8 @@ class ShardedTrainer(Trainer):
         if self.layout.fsdp and self.layout.weights > 1:
             # accelerate itself asks for a GPU
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model)
+            # autocast's cache would keep a rounded copy of every gathered weight until the forward pass ends
+            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
             self.is_fsdp_enabled = True
 
     def get_tp_size(self) -> int:
