@@ -157,6 +157,8 @@ def test_layouts():
 def test_whole_weights_do_not_go_on_in_parts(micro, tmp_path, unmeasured):
     place = tmp_path / "run"
     run(replace(micro.config, output_dir=place), QUIET)
-    going_on = replace(stored(place, TrainConfig()), resume=place, max_steps=12, sharding="fsdp2")
+    before = stored(place, TrainConfig())
+    going_on = replace(before, resume=place, max_steps=12, sharding="fsdp2")
     with pytest.raises(OptionError, match="its checkpoints were made with whole weights on every rank; go on without"):
         run(going_on, QUIET)
+    assert stored(place, TrainConfig()) == before

@@ -74,14 +74,20 @@ def together(work: Callable[[], Value]) -> Value:
     raise remote_error(name, text + where)
 
 
-def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
-    """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do."""
-    if per_step % (batch_size * ranks):
+def accumulation(per_step: int, batch_size: int, groups: int, sharing: int = 1) -> int:
+    """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do.
+
+    groups: of `sharing` ranks each, with sequences of their own.
+    """
+    if per_step % (batch_size * groups):
+        who, also = f"{groups} ranks", ""
+        if sharing > 1:
+            who, also = f"{groups} groups of {sharing} ranks", f" and is a multiple of {sharing}"
         raise OptionError(
-            f"a step of this run is {plural(per_step, 'sequence')}, which {ranks} ranks with {batch_size} at a time "
-            f"cannot share evenly: launch a number of ranks that divides {per_step // batch_size}"
+            f"a step of this run is {plural(per_step, 'sequence')}, which {who} with {batch_size} at a time "
+            f"cannot share evenly: launch a number of ranks that divides {per_step // batch_size * sharing}{also}"
         )
-    return per_step // (batch_size * ranks)
+    return per_step // (batch_size * groups)
 
 
 @contextmanager

@@ -71,6 +71,11 @@ class Layout:
         """Whether every rank holds all weights."""
         return self.tensor == 1 and not self.fsdp
 
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share weights or sequences, and a checkpoint is written by all of them."""
+        return not self.whole or self.sharing > 1
+
 
 def device_mesh(layout: Layout, device: str, seconds: float) -> Any:
     """The ranks as a DeviceMesh with the dimensions of more than one; None where the data alone is divided.

@@ -163,7 +163,12 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
     source, layout, tokenizer, teacher = found
     tokens = place / TOKENS_FILE
 
-    def prepared() -> int:
+    def prepared() -> tuple[int, int]:
+        # refused before run.json has these options, by which the run would be gone on with
+        ranks = ranks_at_start(place) if config.resume else layout.data
+        per_step = config.batch_size * config.gradient_accumulation_steps * ranks
+        passes = accumulation(per_step, config.batch_size, layout.data, layout.sharing)
+        _check_checkpoint(place, layout)
         if not (config.resume and tokens.exists()):
             what = f"reading and tokenising {config.data or 'the standard library'}"
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
@@ -171,10 +176,10 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
                 say(console, remark)
         record(config, place, layout.data, files_of("model", source) | ({} if teacher is None else teacher.inputs()))
         check_teacher(tokens, teacher)
-        return ranks_at_start(place)
+        return per_step, passes
 
-    per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
-    given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
+    per_step, passes = first(prepared)
+    given = replace(config, gradient_accumulation_steps=passes)
     train, held_out = together(lambda: load(tokens, config.context_length))
     return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout, teacher)
 
@@ -246,16 +251,25 @@ def _batches(layout: Layout, mesh: Any, model: Any) -> Collate:
 def _trainer_for(parts: Run, mesh: Any, checkpoint: Path | None) -> Callable[..., Trainer]:
     """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
     layout = parts.layout
-    sharded = checkpoint is not None and any((checkpoint / STATE).glob("*"))
-    shares = not layout.whole or layout.sharing > 1
-    if checkpoint is not None and not sharded and shares:
+    sharded = layout.shares or (checkpoint is not None and _is_shared(checkpoint))
+    whole, divided = (Trainer, ShardedTrainer) if parts.teacher is None else (TaughtTrainer, TaughtShardedTrainer)
+    kind = partial(divided, layout=layout, mesh=mesh) if sharded else whole
+    return kind if parts.teacher is None else partial(kind, teacher=parts.teacher)
+
+
+def _check_checkpoint(place: Path, layout: Layout) -> None:
+    """OptionError where ranks would share weights or sequences, and go on from a checkpoint made without."""
+    checkpoint, _ = last_checkpoint(place) or (None, 0)
+    if layout.shares and checkpoint is not None and not _is_shared(checkpoint):
         raise OptionError(
-            f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
+            f"--resume {place}: its checkpoints were made with whole weights on every rank; go on without "
             "--sharding fsdp2, --tensor-parallel and --context-parallel"
         )
-    whole, divided = (Trainer, ShardedTrainer) if parts.teacher is None else (TaughtTrainer, TaughtShardedTrainer)
-    kind = partial(divided, layout=layout, mesh=mesh) if sharded or shares else whole
-    return kind if parts.teacher is None else partial(kind, teacher=parts.teacher)
+
+
+def _is_shared(checkpoint: Path) -> bool:
+    """Whether all ranks wrote this checkpoint, a share each."""
+    return any((checkpoint / STATE).glob("*"))
 
 
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
