@@ -230,8 +230,11 @@ def test_checkpointed_layers_give_the_same_gradients():
 
 def test_a_saved_model_comes_back(tmp_path):
     model, ids = model_and_ids()
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids).logits, model(ids).logits)
+    for folder in ("", "inner"):
+        model.save_pretrained(tmp_path / folder)
+        found = load(tmp_path, dtype=torch.float64, subfolder=folder)
+        torch.testing.assert_close(found(ids).logits, model(ids).logits)
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
 
 
 def test_transformers_alone_refuses_a_saved_model(tmp_path, monkeypatch):
@@ -247,16 +250,18 @@ def test_transformers_alone_refuses_a_saved_model(tmp_path, monkeypatch):
 
 
 def test_a_saved_model_of_a_hub_id_comes_back(tmp_path, monkeypatch):
-    """From the hub's cache, as it lies there once a model has been loaded."""
-    model, ids = model_and_ids()
-    place = tmp_path / "models--some--sparse" / "snapshots" / ("a" * 40)
-    model.save_pretrained(place)
-    (tmp_path / "models--some--sparse" / "refs").mkdir()
-    (tmp_path / "models--some--sparse" / "refs" / "main").write_text("a" * 40)
-    for name in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.constants.HF_HUB_OFFLINE"):
-        monkeypatch.setattr(name, str(tmp_path) if name.endswith("CACHE") else True)
-    found = load("some/sparse", dtype=torch.float64, cache_dir=tmp_path)
-    torch.testing.assert_close(found(ids).logits, model(ids).logits)
+    """From a cache of the hub's, as it lies there once two revisions of a model have been loaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    place = tmp_path / "models--some--sparse"
+    (place / "refs").mkdir(parents=True)
+    saved = {}
+    for seed, revision in enumerate(("main", "v2")):
+        saved[revision] = model_and_ids(seed=seed)
+        saved[revision][0].save_pretrained(place / "snapshots" / (str(seed) * 40))
+        (place / "refs" / revision).write_text(str(seed) * 40)
+    for revision, (model, ids) in saved.items():
+        found = load("some/sparse", dtype=torch.float64, cache_dir=tmp_path, revision=revision)
+        torch.testing.assert_close(found(ids).logits, model(ids).logits)
     with pytest.raises(ConfigError, match="some/other: its weights cannot be had"):
         load_parameters(AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa"), "some/other")
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from ...errors import ConfigError, in_one_line
 from .layers import attach
 
+WHERE = ("revision", "cache_dir", "token", "local_files_only")  # options of from_pretrained and of the hub
+
 
 def load(name: str | Path, **options: Any) -> Any:
     """The causal language model of a directory or a hub id that was saved with nsa.
@@ -20,15 +22,19 @@ def load(name: str | Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    return load_parameters(AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **options), name)
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **options)
+    return load_parameters(model, name, **options)
 
 
-def load_parameters(model: Any, name: str | Path) -> Any:
-    """`attach` for a checkpoint saved with nsa: reads what `from_pretrained` had no place for. Raises ConfigError."""
+def load_parameters(model: Any, name: str | Path, **options: Any) -> Any:
+    """`attach` for a checkpoint saved with nsa: reads what `from_pretrained` had no place for. Raises ConfigError.
+
+    options: those that `from_pretrained` had, of which some say where the weights lie.
+    """
     attach(model)
     wanted = {name for name in model.state_dict() if ".nsa." in name}
     found: dict[str, Tensor] = {}
-    for path in sorted(_directory(name).glob("*.safetensors")):
+    for path in sorted(_directory(name, **options).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if key in wanted}  # noqa: SIM118
     if missing := wanted - found.keys():
@@ -37,13 +43,14 @@ def load_parameters(model: Any, name: str | Path) -> Any:
     return model
 
 
-def _directory(name: str | Path) -> Path:
+def _directory(name: str | Path, subfolder: str = "", **options: Any) -> Path:
     """Where the weights of a directory or of a hub id lie."""
     from huggingface_hub import snapshot_download
 
     if Path(name).is_dir():
-        return Path(name)
+        return Path(name, subfolder)
+    where = {option: options[option] for option in WHERE if option in options}
     try:
-        return Path(snapshot_download(str(name), allow_patterns="*.safetensors"))
+        return Path(snapshot_download(str(name), allow_patterns="*.safetensors", **where), subfolder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: its weights cannot be had: {in_one_line(error)}") from None
