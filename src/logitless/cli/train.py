@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..workbench.common.launch import launched_ranks
 from ..workbench.common.written import TOKENS_FILE
 from ..workbench.runs.ending import how_to_go_on, stoppable, where_it_is
 from ..workbench.sft.config import TrainConfig
@@ -20,8 +21,9 @@ Without options: a tiny model on the text of this Python's own standard library.
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), trains, shows the summary."""
     config = parse(arguments)
-    data = still_read(config.data, config.resume, TOKENS_FILE) if config.teacher is None else config.data
-    check_inputs(config.model, data=data, teacher=config.teacher)
+    if launched_ranks() == 1:  # several look once they have met, so that all say what one of them misses
+        data = still_read(config.data, config.resume, TOKENS_FILE) if config.teacher is None else config.data
+        check_inputs(config.model, data=data, teacher=config.teacher)
     with stoppable(lambda: how_to_go_on(config.resume, "train")):
         from ..workbench.sft.run import run
         from ..workbench.sft.summary import show

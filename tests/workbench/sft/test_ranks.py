@@ -142,7 +142,8 @@ def test_all_that_makes_a_context_longer_on_two_ranks(micro, tmp_path, lora_rank
         (["DIFFER", "--seed=3"], 2, "ranks disagree on seed: 0 on rank 0, 3 on rank 1"),
         (["DIFFER", "transformers=5.0"], 2, "5.0 on rank 1; start all with the same installation"),
         (["DIFFER", "--model=WIDER"], 2, "ranks disagree on vocabulary: (259, 259) on rank 0, (300, 259) on rank 1"),
-        (["DIFFER", "--model=nowhere/at-all.json"], 2, "(rank 1 of 2)"),
+        (["DIFFER", "--data=nowhere"], 2, "ranks disagree on data"),
+        (["DIFFER", "--model=nowhere.json"], 2, "(rank 1 of 2)"),
     ],
 )
 def test_every_rank_says_what_is_wrong(micro, tmp_path, more, ranks, message):
