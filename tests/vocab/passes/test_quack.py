@@ -157,7 +157,6 @@ def test_a_second_backward_gives_the_same_bits():
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch rounds a gradient to its leaf's dtype")
 def test_the_heads_gradient_in_fp32():
     problem = Problem(150)
     problem.weight.grad_dtype = torch.float32

@@ -184,4 +184,4 @@ class GradientBuffers:
 
 def _gradient_dtype(x: Tensor, summed: torch.dtype) -> torch.dtype:
     """The dtype of a tensor's gradient: its own, unless its `grad_dtype` says another, or any (None)."""
-    return (getattr(x, "grad_dtype", x.dtype) or summed) if x.is_leaf else x.dtype
+    return (x.grad_dtype or summed) if x.is_leaf else x.dtype

@@ -463,9 +463,9 @@ class TritonBackend(Backend):
         weight = call.inputs.weight
         if weight is None or weight.dtype != torch.bfloat16:
             return False
-        if weight.is_leaf and getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
+        if weight.is_leaf and weight.grad_dtype != weight.dtype:
             return False
-        return call.inputs.hidden.stride(1) == 1  # the kernel reads no columns
+        return call.inputs.hidden.stride(1) == weight.stride(1) == 1  # the kernel reads and writes no columns
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""

@@ -84,9 +84,12 @@ def test_a_mask_whose_tensors_are_columns_of_others(device):
 
 @over("budget", {"one chunk": None, "several": 20_000})
 @over("form", {"plain": {"bias": False}, "bias, softcap and lora": {"softcap": 5.0, "ranks": (2,)}})
-def test_a_gradient_of_one_chunk_is_rounded_once(budget, form, device):
-    """In the head's own dtype: no sum in fp32 beside it, which several chunks need."""
+@over("columns", {"": False, "in columns": True})
+def test_a_gradient_of_one_chunk_is_rounded_once(columns, budget, form, device):
+    """In the head's own dtype: no sum in fp32 beside it, which several chunks need, and whatever lies in columns."""
     ops = operands((N,), H, V, dtype=torch.bfloat16, **form).training("weight").on(device)
+    if columns:
+        ops.weight = ops.weight.detach().t().contiguous().t().requires_grad_()
     options = {"sampling_mask": mask_around(ops.labels).to(device), "memory_budget": budget, "backend": "triton"}
     exact = ops.to(torch.float64)
     of_exact = ll.token_stats(exact.hidden, exact.head, exact.labels, **options | {"backend": "eager"})
@@ -94,9 +97,10 @@ def test_a_gradient_of_one_chunk_is_rounded_once(budget, form, device):
     with patch.object(kept, "scatter_one_hots", wraps=kept.scatter_one_hots) as scattered:
         stats = ll.token_stats(ops.hidden, ops.head, ops.labels, **options)
         (found,) = torch.autograd.grad(stats.logprob.sum(), ops.weight)
-    assert ll.explain(ops.hidden, ops.head, ops.labels, **options).gradient_bytes == V * H * (6 if budget else 2)
+    added = bool(budget) or columns
+    assert ll.explain(ops.hidden, ops.head, ops.labels, **options).gradient_bytes == V * H * (6 if added else 2)
     summed = {call.args[3].weight.dtype for call in scattered.call_args_list}
-    assert summed == {torch.float32 if budget else torch.bfloat16}
+    assert summed == {torch.float32 if added else torch.bfloat16}
     torch.testing.assert_close(found.double(), true, rtol=2**-8, atol=1e-5)
 
 
