@@ -16,7 +16,17 @@ from torch.nn import functional as F
 from .algebra.options import whole_from
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
-from .vocab.face import LMHead, Options, TokenStats, compute_dtype, divisor_of, dtype_of, of_integers, token_loss
+from .vocab.face import (
+    LMHead,
+    Options,
+    TokenStats,
+    add_at,
+    compute_dtype,
+    divisor_of,
+    dtype_of,
+    of_integers,
+    token_loss,
+)
 
 __all__ = ["MultiTokenLoss", "multi_token_cross_entropy"]
 
@@ -94,7 +104,7 @@ def _weighted_sum(
 
     def weighted(stats: TokenStats, depth: Tensor) -> Tensor:
         losses = nll(stats.logprob)
-        sums.index_add_(0, depth, losses.detach())
+        add_at(sums, depth, losses.detach())
         return factors[depth] * losses
 
     inputs = (depths.expand_as(targets),)
