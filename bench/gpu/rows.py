@@ -17,6 +17,7 @@ from logitless.algebra.costs import fused_slices_of
 from logitless.sample import SamplingMask
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
 from logitless.vocab.backends.triton.tuned import table_for
+from logitless.vocab.devices import moves_blocks
 
 MIB = 1 << 20
 Step = peers.Step
@@ -351,8 +352,8 @@ def ours_with_weights(row: Row, backend: str | None, used: int) -> Callable[[Cas
     """The row with its weights written by the kernel of the products, or with slices of logits."""
 
     def build(case: Case, tensors: Tensors) -> Step:
-        if tensors["hidden"].device.type != "cuda":
-            raise Absent("the kernel that writes weights needs a GPU")
+        if tensors["weight"].device.type != "cuda" or not moves_blocks(tensors["weight"]):
+            raise Absent("the kernel that writes weights needs a GPU of compute capability 9.0")
         return with_weights(ours(row, backend)(case, tensors), used)
 
     return build
@@ -451,7 +452,7 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     yield peers.Method("logitless", ours(row, backend), "ours")
     if name == "sample":
         yield peers.Method(IN_A_GRAPH, ours_in_a_graph(row, backend), "ours")
-    if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
+    if "weight" in row.case.wrt:
         yield peers.Method(IN_FP32, ours_in_fp32(row, backend), "ours")
     if name == "loss":
         yield peers.Method("logitless, weights", ours_with_weights(row, backend, 1), "ours")

@@ -60,7 +60,9 @@ def check(device: str, seconds: float, out: Path | None) -> int:
         found = outcomes(read_lines(report) if report.exists() else [])
     record: Record = {"kind": "gpu-check", "device": device, "seconds": round(time.monotonic() - begin, 1), **found}
     record["broken_processes"] = sum(code not in (0, 1) for code in codes)
-    counts = "{} cases passed, {} failed, {} not run".format(*(len(found[x]) for x in ("passed", "failed", "left")))
+    counts = "{} cases passed, {} skipped, {} failed, {} not run".format(
+        *(len(found[x]) for x in ("passed", "skipped", "failed", "left"))
+    )
     print(f"check: {counts}; began and did not end: {', '.join(found['broken']) or 'none'}")
     if out is not None:
         write_line(out, record)
@@ -69,11 +71,12 @@ def check(device: str, seconds: float, out: Path | None) -> int:
 
 def outcomes(lines: list[Record]) -> dict[str, list[str]]:
     """The cases' names by outcome, from the lines that they leave: broken began and did not end."""
-    ended = {line["ended"]: line["error"] for line in lines if "ended" in line}
+    ended = {line["ended"]: line for line in lines if "ended" in line}
     begun = [line["begun"] for line in lines if "begun" in line]
     return {
-        "passed": [name for name, error in ended.items() if not error],
-        "failed": [name for name, error in ended.items() if error],
+        "passed": [name for name, line in ended.items() if not (line["error"] or line["skipped"])],
+        "skipped": [name for name, line in ended.items() if line["skipped"]],
+        "failed": [name for name, line in ended.items() if line["error"]],
         "broken": [name for name in begun if name not in ended],
         "left": [name for line in lines for name in line.get("names", ()) if name not in begun],
     }
@@ -265,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="bench/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", default="all", choices=WHAT)
-    default = f"{OUT}; of check alone: none; of tune: the file of this GPU's sizes"
+    default = f"{OUT}; of check alone: none; of tune: the file of this GPU's sizes, which it writes over"
     parser.add_argument("--out", type=Path, help=f"must not exist (default: {default})")
     parser.add_argument("--from", type=Path, dest="source", help="measure nothing: table and plot of this result file")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
@@ -282,9 +285,11 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; choose from {', '.join(ROWS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # this GPU's sizes are found anew, beside what the file says was tried before; toy shapes' are nobody's
+    renews = options.what == "tune" and options.out is None and device == "cuda" and not options.tiny
     if options.out is None and options.what != "check":
         options.out = sizes_file(device) if options.what == "tune" else OUT
-    if options.out is not None and options.out.exists():
+    if options.out is not None and options.out.exists() and not renews:
         parser.error(f"{options.out} exists already; name another file")
     if device == "cpu" and not options.tiny:
         parser.error("torch sees no GPU; on a CPU only --tiny makes sense, with TRITON_INTERPRET=1")

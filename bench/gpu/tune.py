@@ -238,9 +238,11 @@ def tune(out: Path, tiny: bool, device: str, seconds: float, only: list[str]) ->
 
 
 def write(out: Path, sizes: dict[str, Any], device: str, tried: list[str]) -> None:
-    """The sizes so far, whole at any moment."""
+    """The sizes so far, whole at any moment, with what was tried, and before by whoever tuned this device."""
     name = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
     about = f"{name}, by bench/gpu.sh tune with torch {torch.__version__}; tried: {', '.join(tried)}"
+    if sizes["about"].startswith(f"{name}, "):
+        about = f"{sizes['about']}; {about}"
     part = out.with_name(f"{out.name}.part")
     part.write_text(json.dumps({**sizes, "about": about}, indent=2) + "\n")
     os.replace(part, out)

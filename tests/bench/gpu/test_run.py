@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import time
+import unittest
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,17 +104,19 @@ def test_a_check_that_hangs_is_killed():
 def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
     report = tmp_path / "cases.jsonl"
     (tmp_path / "test_some.py").write_text("""if True:
-        import os
+        import os, unittest
         def test_right(device): pass
         def test_wrong(device): raise ValueError("off by one")
+        def test_elsewhere(device): raise unittest.SkipTest("not here")
         def test_hangs(device): os._exit(9)
         test_last = test_wrong""")
     command = ("tests.support.vocab.triton_run", "--device", "cpu", "--folder", tmp_path, "--report", report)
     assert forked.module(*command)[0] == 9
     lines = read_lines(report)
-    right, wrong, hangs, last = (f"test_some.py::test_{x}" for x in ("right", "wrong", "hangs", "last"))
-    assert gpu.outcomes(lines) == {"passed": [right], "failed": [wrong], "broken": [hangs], "left": [last]}
-    assert "off by one" in lines[-2]["error"]
+    names = (f"test_some.py::test_{x}" for x in ("right", "elsewhere", "wrong", "hangs", "last"))
+    outcomes = zip(("passed", "skipped", "failed", "broken", "left"), names, strict=True)
+    assert gpu.outcomes(lines) == {outcome: [name] for outcome, name in outcomes}
+    assert any("off by one" in line.get("error", "") for line in lines)
 
 
 def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
@@ -244,7 +249,7 @@ def test_a_check_of_which_a_case_was_not_run_has_not_passed(ended, status, monke
             gpu.write_line(report, {"names": ["a", "b"]})
             for name in ended:
                 gpu.write_line(report, {"begun": name})
-                gpu.write_line(report, {"ended": name, "error": ""})
+                gpu.write_line(report, {"ended": name, "error": "", "skipped": ""})
 
         def wait(self, timeout=None):
             return 0
@@ -253,7 +258,24 @@ def test_a_check_of_which_a_case_was_not_run_has_not_passed(ended, status, monke
 
     monkeypatch.setattr(subprocess, "Popen", Cases)
     assert gpu.check("cpu", 1.0, None) == status
-    assert f"{len(ended)} cases passed, 0 failed, {2 - len(ended)} not run" in capsys.readouterr().out
+    assert f"{len(ended)} cases passed, 0 skipped, 0 failed, {2 - len(ended)} not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_a_check_skips_a_kernel_that_the_gpu_does_not_run(capability, monkeypatch):
+    """Which needs descriptors of blocks, from 9.0 on, and the shared memory that 12.0 does not have."""
+    weights = import_module("tests.vocab.backends.triton.on_device.test_weights")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(unittest.SkipTest), weights.weights_written("cuda"):
+        pass
+
+
+def test_ours_without_the_kernel_is_not_measured_under_its_name(monkeypatch):
+    """Below 9.0 the launch sizes may say what they like: slices are read."""
+    monkeypatch.setattr(gpu_rows, "moves_blocks", lambda _: False)
+    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(gpu_rows.Absent, match=r"compute capability 9\.0"):
+        gpu_rows.ours_with_weights(ROWS["loss"], None, 1)(ROWS["loss"].case, {"weight": on_gpu})
 
 
 def test_toy_shapes_have_nothing_to_reach():
@@ -299,8 +321,8 @@ def test_a_call_that_hangs_is_ended_and_the_next_has_a_new_process():
 
 def test_ours_must_be_right_and_peers_alike():
     truth = {"logprob": torch.tensor([-12.0, -3.0], dtype=torch.double), "grad_hidden": torch.ones(1)}
-    for name, rounding, nonsense in (("logprob", 0.44, 12.0), ("grad_hidden", 0.5, 1.0)):
-        assert wrong("ours", truth, {name: 0.01}) == ""
+    for name, little, rounding, nonsense in (("logprob", 4e-5, 2e-3, 12.0), ("grad_hidden", 0.01, 0.5, 1.0)):
+        assert wrong("ours", truth, {name: little}) == ""
         assert wrong("ours", truth, {name: rounding}) == f"{name} is off by {rounding:.1e}"
         assert wrong("peer", truth, {name: rounding}) == ""
         assert wrong("peer", truth, {name: nonsense}) == f"{name} is off by {nonsense:.1e}"
@@ -379,6 +401,30 @@ def test_tuning_writes_sizes(tmp_path):
     sizes = json.loads(out.read_text("utf-8"))
     assert sizes["accumulate"]["block"] in (256, 512)
     assert set(sizes) == set(triton_tuned.table("default"))
+
+
+def test_tuning_again_adds_to_what_was_tried(tmp_path):
+    from bench.gpu import tune  # which needs Triton
+
+    out = tmp_path / "sizes.json"
+    tune.write(out, triton_tuned.table("interpreter"), "cpu", ["first"])
+    tune.write(out, json.loads(out.read_text("utf-8")), "cpu", ["second", "third"])
+    tried = [run.partition("tried: ")[2] for run in json.loads(out.read_text("utf-8"))["about"].split("; interpreter")]
+    assert tried == ["first", "second, third"]
+
+
+def test_a_gpus_own_sizes_are_written_over(tmp_path, monkeypatch):
+    """Where the library looks for them; toy shapes find none, and any other file that is there stays."""
+    file, written = tmp_path / "nvidia-h200.json", []
+    file.write_text("{}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "sizes_file", lambda _: file)
+    monkeypatch.setattr(gpu, "run", lambda options, *_: written.append(options.out) or 0)
+    assert gpu.main(["tune"]) == 0
+    for arguments in (["tune", "--tiny"], ["tune", "--out", str(file)], ["table", "--out", str(file)]):
+        with pytest.raises(SystemExit):
+            gpu.main(arguments)
+    assert written == [file]
 
 
 def test_tuning_no_part_says_which_there_are(tmp_path, capsys):
