@@ -143,7 +143,7 @@ def _bytes(events: list[Event], machine: Machine) -> Record:
         "products": sum(x.nbytes for x in products),
         "kernels": sum(traffic(x)[1] for x in events if isinstance(x, Launch)),
         "operators": sum(x.nbytes for x in events if isinstance(x, Operator)),
-        "through the cache": sum(shared_bytes(x, machine) for x in products),
+        "through the cache": sum(shared_bytes(x, machine) for x in events),
     }
 
 

@@ -79,6 +79,7 @@ class Counted:
     registers: int
     stack: int
     spills: int  # instructions that read or write local memory
+    atomics: int  # instructions that add to memory in the order in which threads come
     shared: int
     per_processor: int  # programs that a processor holds at once
     entries: float  # of a block that one thread has
@@ -115,6 +116,7 @@ def compiled(launch: Launch) -> Counted:
         registers=used["REG"],
         stack=used["STACK"],
         spills=sum(i.opcode in ("LDL", "STL") for i in instructions),
+        atomics=sum(i.opcode in sass.ATOMICS for i in instructions),
         shared=shared,
         per_processor=per_processor(used["REG"], warps, shared),
         entries=_block(launch.arguments) / threads,

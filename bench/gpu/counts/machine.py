@@ -135,6 +135,9 @@ def traffic(launch: Launch) -> tuple[int, int]:
     if launch.name == "weigh_plain_slice":
         rows = launch.grid[0] * a["ROWS"]
         return rows * a["width"], rows * a["width"] * (size("raw") + size("weights"))
+    if launch.name == "weigh_products" and not a["AGAIN"]:  # the second launch's programs look at little and end
+        product = Product(a["n"], a["width"], a["depth"], operand=2, result=2 * a["WEIGHS"])
+        return product.rows * product.columns, product.nbytes
     if launch.name == "rescale":
         numbers = int(MOVED * launch.grid[0] * a["width"])
         return numbers, 2 * numbers * size("x") * (1 + a["GAINS"])
@@ -168,8 +171,16 @@ def traffic(launch: Launch) -> tuple[int, int]:
     return 0, 0
 
 
-def shared_bytes(p: Product, machine: Machine) -> int:
-    """Bytes that a product's tiles read through the second-level cache."""
+def shared_bytes(event: Event, machine: Machine) -> int:
+    """Bytes that the tiles of a product, the library's or our own, read through the second-level cache."""
+    if isinstance(event, Launch) and event.name == "weigh_products" and not event.arguments["AGAIN"]:
+        a = event.arguments
+        tiles = -(-a["n"] // a["ROWS"]) * -(-a["width"] // a["BLOCK"])
+        return tiles * (a["ROWS"] + a["BLOCK"]) * a["depth"] * 2
+    return _of_tiles(event, machine) if isinstance(event, Product) else 0
+
+
+def _of_tiles(p: Product, machine: Machine) -> int:
     tiles = machine.tiling(p)[0]
     area = p.rows * p.columns / max(1, tiles)
     return int(tiles * 2 * math.sqrt(area) * p.depth * p.operand)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.gpu.counts.calls import CALLS
 from bench.gpu.counts.count import Seen, counted
-from bench.gpu.counts.machine import Machine, with_measured
+from bench.gpu.counts.machine import COUNTED_ROWS, MOVED, TILES, Machine, with_measured
 from bench.gpu.counts.show import kernels_table, times_table
 from bench.harness import environment, write_line
 
@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"sm_{capability} {name}: {len(seen.kernels)} kernels compiled", flush=True)
         records += counts if capability == capabilities[0] else []
         records += seen.records(capability)
-    found = [environment(), {"kind": "gpu-machine", **asdict(machine)}, *records]
+    assumed = {"moved": MOVED, "counted_rows": COUNTED_ROWS, "tiles": TILES}
+    found = [environment(), {"kind": "gpu-machine", **asdict(machine), **assumed}, *records]
     print(times_table(found), kernels_table(found), sep="\n\n")
     if options.out is not None:
         part = options.out.with_name(f"{options.out.name}.part")

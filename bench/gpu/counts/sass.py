@@ -17,6 +17,7 @@ HALF_RATE = frozenset(
     for name in names.split()
 )
 READS = ("LDG", "LDGSTS", "UTMALDG", "UBLKCP")
+ATOMICS = ("ATOM", "ATOMG", "RED", "REDG", "UTMAREDG", "UTMAREDP", "UBLKRED")  # ATOMS books tensor memory on 10.0
 LEAST_LOOP = 12  # instructions: shorter ones are a wait's
 
 

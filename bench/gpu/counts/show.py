@@ -164,6 +164,13 @@ def machine_line(records: list[Record]) -> str:
     m = next(r for r in records if r["kind"] == "gpu-machine")
     versions = records[0]["versions"]
     own = "Of these all but the two shares are measured." if m["measured"] else "None of these is measured here."
+    least, *_, most = sorted(share for *_, share in m["tiles"] if share < 1)
+    assumed = (
+        f"Assumed besides: smaller tiles of a product at {100 * least:.0f} to {100 * most:.0f} % of its rate, "
+        f"{m['barrier']:g} cycles a barrier and {m['read']:g} a read of memory for which a program waits, "
+        f"{1e6 * m['ends']:.2g} µs for one that ends at once, {100 * m['moved']:.0f} % of rows whose sums a slice "
+        f"rescales, {100 * m['counted_rows']:.0f} % whose token's rank a draw has to count."
+    )
     return (
         f"Predicted for one {m['name']}: {m['processors']} processors at {m['clock'] / 1e9:g} GHz, products at "
         f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves ({m['rate_tf32'] / 1e12:.0f} in TF32, "
@@ -171,5 +178,6 @@ def machine_line(records: list[Record]) -> str:
         f"to not hidden, memory at {m['bandwidth'] / 1e12:.3g} TB/s, {100 * m['issued']:.0f} % of the instructions "
         f"that a processor could issue, {1e6 * m['launch']:.2g} µs a launch at least "
         f"({1e6 * m['launch_in_graph']:.2g} in a CUDA graph), {1e6 * m['wait']:.2g} µs for each time the host waits. "
-        f"{own} Compiled with Triton {versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
+        f"{own} {assumed} "
+        f"Compiled with Triton {versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
     )

@@ -27,11 +27,14 @@ calls, machine = (import_module(f"bench.gpu.counts.{name}") for name in ("calls"
 PROGRAM = """
 import json, sys
 import torch
+import logitless as ll
 from bench.gpu.counts.calls import CALLS
 from bench.gpu.counts.claimed import claimed
 from bench.gpu.counts.count import Seen, captured, late_with_rows, recorded
 from bench.gpu.counts.kernels import Launch
+from bench.gpu.counts.machine import traffic
 from bench.gpu.counts.recording import Operator, Product, Wait
+from logitless.multi_token import multi_token_cross_entropy
 from logitless.sample.rules import Rules
 
 capability, calls, hot = json.loads(sys.argv[1])
@@ -52,6 +55,7 @@ with claimed(capability) as recording:
             "largest_operator": max(x.nbytes / 1e6 for x in recording.of(Operator)),
             "kernels": [x.name for x in recording.of(Launch)],
             "explained": call.explained() if call.explained else "",
+            "bytes": sum(traffic(x)[1] for x in recording.of(Launch)),
             "again": [x.programs for x in recording.of(Launch) if x.arguments.get("AGAIN")],
         }
         if name in calls:
@@ -60,7 +64,11 @@ with claimed(capability) as recording:
     recording.events.clear()
     Rules(top_p=0.9).kept(torch.empty(50_257, device="cuda"), torch.empty((), device="cuda"))
     nucleus = sorted({x.name for x in recording.of(Operator)})
-print(json.dumps({"calls": found, "kernels": seen.records(capability), "nucleus": nucleus}))
+    recording.events.clear()
+    head = ll.LMHead(torch.empty(301, 16, device="cuda"))
+    multi_token_cross_entropy(torch.empty(2, 7, 16, device="cuda"), head, torch.ones(7, device="cuda").long())
+    depths = sorted({x.name for x in recording.of(Operator)})
+print(json.dumps({"calls": found, "kernels": seen.records(capability), "sums": {"nucleus": nucleus, "depths": depths}}))
 """
 
 OUT = Path(__file__).parents[3] / "bench/results/gpu_counts.jsonl"
@@ -125,6 +133,7 @@ def grown(kernels):
 FIGURES = {
     "registers": lambda r: r["registers"],
     "spills": lambda r: r["spills"] + r["stack"],
+    "loads and stores": lambda r: sum(r["loads"].values()) + sum(r["stores"].values()),
     "shared memory": lambda r: r["shared"],
     "instructions an entry": lambda r: r["instructions"] or 0.0,
     "barriers": lambda r: (r["loop"] or {"barriers": 0})["barriers"],
@@ -244,9 +253,24 @@ def test_a_second_launch_with_nothing_to_do_is_a_few_programs(found, name):
     assert all(0 < programs < 5 * 132 for programs in found["calls"][name]["again"])
 
 
-def test_a_nucleus_is_summed_in_the_same_order_every_time(found):
-    assert "bincount" not in found["nucleus"]
-    assert "index_put_" in found["nucleus"]
+@pytest.mark.parametrize("name", ["nucleus", "depths"])
+def test_numbers_are_added_up_in_the_same_order_every_time(name, found):
+    assert {"bincount", "index_add_"}.isdisjoint(found["sums"][name])
+    assert "index_put_" in found["sums"][name]
+
+
+def test_no_kernel_uses_atomics(found):
+    """Of those compiled here, and of all of every call as committed."""
+    kernels = [r for r in (*found["kernels"], *COMMITTED) if r["kind"] == "gpu-kernel"]
+    assert {r["kernel"] for r in kernels if r["atomics"]} == set()
+
+
+@pytest.mark.parametrize("name", ["values", "loss"])
+def test_the_kernel_of_the_products_reads_the_head_and_writes_weights(name, found):
+    tokens, hidden, entries = BOUNDS[name]["shape"]
+    head, weights = 2 * entries * hidden, 2 * tokens * entries * (name == "loss")
+    assert found["calls"][name]["bytes"] == BOUNDS[name]["bytes"]["kernels"] > head + weights
+    assert BOUNDS[name]["bytes"]["through the cache"] > head
 
 
 def test_the_host_waits_once_a_call(found):

@@ -68,7 +68,7 @@ def compiled_function(function, size, flags, **more):
         "wide": ptx.count("ld.global.v4"), "wgmma": ptx.count("wgmma.mma_async"), "barriers": ptx.count("bar.sync"),
         "spills": sum(i.opcode in ("LDL", "STL") for i in code), "code": len(code),
         "fused": len(re.findall(r"\bfma\.rn\.f64", ptx)),
-        "atomics": len(re.findall(r"\b(?:atom|red)\.(?:global|relaxed|acq_rel|release)", ptx)),
+        "atomics": sum(i.opcode in sass.ATOMICS for i in code),
     }
 
 
@@ -142,8 +142,10 @@ def kernels() -> dict[str, dict[str, int]]:
 
 
 def test_each_compiles_for_hopper_without_spills_or_atomics(kernels):
-    """Spills are in the machine code alone: what comes before it has as many registers as it likes."""
-    assert len(kernels) == 28
+    """Spills are in the machine code alone: what comes before it has as many registers as it likes.
+
+    Those that write weights and those of sets are compiled as they are launched, in tests/bench/gpu/test_counts.py.
+    """
     for name, found in kernels.items():
         assert found["code"] > 20, name
         assert found["spills"] == 0, name

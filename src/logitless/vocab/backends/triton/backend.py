@@ -154,7 +154,7 @@ class Running:
         of_tile, sizes = of_slice(tile), self.sizes
         blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
         plainly.accumulate_plain_slice[(self.blocks, self.parts)](
-            **{name: of_tile[name] for name in ("raw", "raw_stride", "width", "padded", "start", "RAGGED")},
+            **{name: of_tile[name] for name in ("raw", "raw_stride", "width", "padded", "start")},
             **{name: self.heads.tensors[name] for name in ("labels", "row_scales", "n")},
             **launch(sizes),
             state=self.state,
@@ -376,9 +376,10 @@ class TritonBackend(Backend):
         for v in chunk.vocabulary():
             w = chunk.policy.operand(v)
             tile = next(stays) if chunk.materialised else slice_of(chunk, v, w, "")
-            dz = narrow(tile.z, dtype)
+            dz, of_tile = narrow(tile.z, dtype), of_slice(tile)
+            del of_tile["RAGGED"]  # what is past a row's end is written as well: nobody reads it
             differentiating.logits_grad_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
-                **of_slice(tile),
+                **of_tile,
                 **heads.tensors,
                 **heads.flags,
                 **given,

@@ -209,7 +209,6 @@ def logits_grad_slice(
     width,
     padded,
     start,
-    RAGGED: tl.constexpr,
     BETA: tl.constexpr,
     RAW: tl.constexpr,
     LABEL: tl.constexpr,

@@ -110,7 +110,6 @@ def accumulate_plain_slice(
     start,
     n_parts,
     part_width,
-    RAGGED: tl.constexpr,
     FIRST: tl.constexpr,
     LABEL: tl.constexpr,
     WITH_T: tl.constexpr,
