@@ -152,7 +152,7 @@ class Apart:
 
 def gpu_environment(device: str) -> Record:
     """The machine and versions, and the GPU's name, driver and clocks as found."""
-    out = environment() | {"device": device, "threads": torch.get_num_threads()}
+    out = environment() | {"device": device}
     if device == "cuda":
         p = torch.cuda.get_device_properties(0)
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"

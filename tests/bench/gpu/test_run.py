@@ -499,6 +499,7 @@ def test_the_correctness_suite_needs_no_pytest():
     ("arguments", "line"),
     [
         (("--rows", "los"), "unknown row 'los'"),
+        (("--methods", "logitless,lige"), "unknown method 'lige'"),
         (("--out", __file__), "exists already"),
         (("--out", __file__, "check"), "exists already"),
         (("tune", "--tiny"), "sizes/interpreter.json exists already"),
