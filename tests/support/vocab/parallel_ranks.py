@@ -38,6 +38,8 @@ def every_statistic(group: Any) -> None:
         one.ops.labels[3] = -100
         check(one, EVERYTHING, top_k=8, candidates=candidates, temperature=1.3, jsd_beta=0.3)
         check(one, EVERYTHING, whole_reference=True)
+        for budget in (None, 1):
+            check(one, EVERYTHING, rows=True, memory_budget=budget)
     capped = split(group, UNEVEN, reference=True, softcap=4.0, ranks=(2,))
     check(capped, (*EVERYTHING, *FIXED), top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
     whole = gradient_share(capped.ops.hidden, capped.ops.head, capped.ops.labels)

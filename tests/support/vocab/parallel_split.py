@@ -9,7 +9,7 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.vocab.head.shard import VocabShard
-from logitless.vocab.reference import dense_token_stats
+from logitless.vocab.reference import dense_logits, dense_token_stats
 from tests.support.vocab.comparing import (
     INTEGERS,
     Operands,
@@ -69,13 +69,17 @@ def same_on_all(x: Tensor, group: Any) -> None:
     assert all(torch.equal(mine, other) for other in each)
 
 
-def check(split: Split, want: tuple[str, ...], whole_reference: bool = False, **options: Any) -> None:
-    """As `comparing.compare`, of a head that is split."""
+def check(
+    split: Split, want: tuple[str, ...], whole_reference: bool = False, rows: bool = False, **options: Any
+) -> None:
+    """As `comparing.compare`, of a head that is split; rows: the reference is given as its logits."""
     ours_only = {name: options.pop(name) for name in ("memory_budget", "backend") if name in options}
     tolerance = options.pop("tolerance", 1e-10)
     ops, exact = split.ops, split.ops.to(torch.float64)
     expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference, **options)
     reference = ops.reference if whole_reference else split.reference
+    if rows:
+        reference = dense_logits(*ops.reference).detach()
     stats = ll.token_stats(ops.hidden, split.head, ops.labels, want=want, reference=reference, **options, **ours_only)
     got = named_results(stats, want, options)
     for name, value in got.items():

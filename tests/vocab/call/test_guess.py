@@ -76,7 +76,7 @@ def test_a_callers_rows_are_asked_for_once(begun):
         )
 
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
-    assert begun == [N - 2]
+    assert begun == [N, N - 2]
     guessed = len(asked)
     calls.GUESSING = ()
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)

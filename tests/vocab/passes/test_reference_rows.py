@@ -50,6 +50,33 @@ def test_every_statistic_and_its_gradient(given, lead, labels, budget):
         assert_near_in_norm(a, b, 1e-10)
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize(
+    ("trainable", "loss", "backward"),
+    [((), False, 0), (("hidden",), False, 0), (("hidden", "weight"), False, 1), (("hidden", "weight"), True, 0)],
+)
+def test_rows_are_read_once_and_again_only_for_products_that_are_made_again(trainable, loss, backward, labels, budget):
+    ops = operands((9,), 7, 31, dtype=torch.float32, reference=True).training(*trainable)
+    rows, entries = rows_of(ops), []
+
+    def reader(tokens, some):
+        entries.append(len(tokens) * (some.stop - some.start))
+        return rows[tokens, some]
+
+    want = ("reverse_kl", "logprob", "rank") if labels else ("reverse_kl",)
+    args = ops.hidden, ops.head, ops.labels if labels else None
+    options = {"want": want, "reference": reader, "memory_budget": budget}
+    if loss:
+        found = ll.token_loss(lambda s: s.reverse_kl, *args, **options)
+    else:
+        found = ll.token_stats(*args, **options).reverse_kl.sum()
+    assert sum(entries) == rows.numel()
+    if trainable:
+        found.backward()
+    assert sum(entries) == (1 + backward) * rows.numel()
+
+
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("hidden",), ()], ids=str)
 def test_distillation_at_three_products(trainable):
     ops = operands((9,), 7, 31, dtype=torch.float32, reference=True, ranks=(2,)).training(*trainable)

@@ -323,8 +323,8 @@ class SliceMass:
 class Chunk:
     """A chunk of valid tokens: the heads on them, buffers, and what is asked of them.
 
-    label holds the label's logit and its reference logit. materialised: the slices of logits that stay. slice_masses,
-    skip: what a sparse backward is to know of each slice, and what it leaves out.
+    materialised: the slices of logits that stay. slice_masses, skip: what a sparse backward is to know of each slice,
+    and what it leaves out.
     """
 
     inputs: Inputs
@@ -335,7 +335,6 @@ class Chunk:
     sums: frozenset[str]
     top_k: int
     jsd_beta: float
-    label: tuple[Tensor, Tensor | None] | None
     materialised: list[Tile] = field(default_factory=list)
     slice_masses: list[SliceMass] | None = None
     skip: Skip | None = None
@@ -361,22 +360,44 @@ class Chunk:
             )
 
         policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")
-        reference = label = None
+        reference = None
         if call.reference is not None and i.ref_hidden is not None:
             reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b), "ref_rows")
         elif call.reference_rows is not None:
             given = call.reference_rows, call.tokens(rows)
-            reference = GivenLogits(*given, call.head, temperature, call.compute, slices.width)
-        if i.labels is not None:
-            label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
+            reference = GivenLogits(*given, call.head, temperature, call.compute)
         # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
         sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
         top_k = best_entries(sums, options.top_k)
-        return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, label)
+        return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta)
 
     @property
     def n_tokens(self) -> int:
         return self.inputs.hidden.shape[0]
+
+    @cached_property
+    def label_logit(self) -> Tensor | None:
+        """The label's logit, (C,), by a dot product of its own; 0 for other ranks' labels until they are gathered.
+
+        Not made before it is asked for: backward has it in its totals.
+        """
+        labels = self.inputs.labels
+        return None if labels is None else self.policy.at(labels)
+
+    @cached_property
+    def label_ref(self) -> Tensor | None:
+        """The reference's logit of the label, likewise; of logits that exist already from their slices, by `mask`."""
+        labels, reference = self.inputs.labels, self.reference
+        if labels is None or reference is None:
+            return None
+        if isinstance(reference, GivenLogits):
+            return torch.zeros(labels.shape, dtype=reference.compute, device=labels.device)
+        return reference.at(labels)
+
+    @property
+    def label(self) -> tuple[Tensor, Tensor | None] | None:
+        """The label's logit and its reference logit, known once every slice was looked at."""
+        return None if self.label_logit is None else (self.label_logit, self.label_ref)
 
     @cached_property
     def label_places(self) -> LabelPlaces | None:
@@ -412,10 +433,11 @@ class Chunk:
         for z in (tile.z, tile.z_ref):
             if z is None:
                 continue
+            if self.label_places is not None:
+                taken = self.label_ref if z is tile.z_ref and isinstance(self.reference, GivenLogits) else None
+                self.label_places.mask(z, self.policy.head.vocab_start + tile.v.start, taken)
             if self.may_be_infinite:
                 finite_(z)
-            if self.label_places is not None:
-                self.label_places.mask(z, self.policy.head.vocab_start + tile.v.start)
 
     def cap_candidates(self, x: Tensor, v: slice, most: float) -> Tensor:
         """A slice's numbers, of which those of the candidates are `most` at most."""
@@ -478,7 +500,7 @@ def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals)
 
 def put_second_sums(chunk: Chunk, totals: Totals, sums: dict[str, Tensor]) -> None:
     """The second look's sums over all entries but the label into `totals`, with the label's."""
-    label = None if chunk.label is None else label_shares(totals, chunk.sums, chunk.jsd_beta, torch)
+    label = None if chunk.label_logit is None else label_shares(totals, chunk.sums, chunk.jsd_beta, torch)
     put_second_look(totals, sums, label, chunk.jsd_beta, torch)
 
 

@@ -62,7 +62,6 @@ def multiplies_tiles(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) 
 
 
 LOG2E = math.log2(math.e)
-WIDTH = 2048  # entries at a time of rows that are looked at for one of them, at most
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
@@ -287,9 +286,8 @@ class GivenLogits(Projection):
         head: LMHead,
         temperature: float | Tensor,
         compute: torch.dtype,
-        width: int,  # entries at a time
     ) -> None:
-        self.rows, self.tokens, self.head, self.compute, self.width = rows, tokens, head, compute, min(width, WIDTH)
+        self.rows, self.tokens, self.head, self.compute = rows, tokens, head, compute
         self.bias, self.outer, self.factors = None, None, []
         self.column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
 
@@ -303,21 +301,6 @@ class GivenLogits(Projection):
     def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         first = self.head.vocab_start
         return out.copy_(self.rows.read(self.tokens, slice(first + v.start, first + v.stop))).div_(self.column)
-
-    def at(self, ids: Tensor, of: Tensor | None = None) -> Tensor:
-        """z at one entry of each token, from another look at the slices that hold them.
-
-        A call over sets of entries, which `of` is for, refuses such a reference.
-        """
-        columns, mine = self.place(ids)
-        z = torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
-        for start in range(0, self.head.local_rows, self.width):
-            v = slice(start, min(start + self.width, self.head.local_rows))
-            part = self.logits((), v, z.new_empty(ids.shape[0], v.stop - v.start))
-            inside = (columns >= v.start) & (columns < v.stop)
-            found = part.gather(1, (columns - v.start).clamp(0, part.shape[1] - 1)[:, None])[:, 0]
-            z = torch.where(inside, found, z)
-        return z if mine is None else torch.where(mine, z, 0.0)
 
 
 def flatness(z: Tensor, outer: float | Tensor) -> Tensor:
@@ -470,16 +453,25 @@ class LabelPlaces:
             ids, tokens = labels.sort()
             self.ordered = ids.tolist(), ids, tokens
 
-    def mask(self, z: Tensor, start: int) -> None:
-        """z[token, label - start] = MASK for the tokens whose label lies in this slice, which are few."""
+    def mask(self, z: Tensor, start: int, taken: Tensor | None = None) -> None:
+        """z[token, label - start] = MASK for the tokens whose label lies in this slice, which are few.
+
+        taken: (C,), gets what was there, of these tokens.
+        """
         width = z.shape[1]
         if self.ordered is not None:
             known, ids, tokens = self.ordered
             own = slice(bisect_left(known, start), bisect_left(known, start + width))
             if own.start < own.stop:
-                z[tokens[own], ids[own] - start] = MASK
+                at = tokens[own], ids[own] - start
+                if taken is not None:
+                    taken[tokens[own]] = z[at]
+                z[at] = MASK
             return
         columns = self.labels - start
         inside = (columns >= 0) & (columns < width)
         index = columns.clamp(0, width - 1)[:, None]
-        z.scatter_(1, index, torch.where(inside[:, None], MASK, z.gather(1, index)))
+        there = z.gather(1, index)
+        if taken is not None:
+            torch.where(inside, there[:, 0], taken, out=taken)
+        z.scatter_(1, index, torch.where(inside[:, None], MASK, there))

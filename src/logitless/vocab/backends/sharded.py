@@ -36,9 +36,9 @@ class ShardedBackend(Backend):
         return self.local.accumulate_local(chunk, bases, keep)
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
-        label_first = "above" in chunk.sums and chunk.label is not None  # entries are counted against it
-        if label_first:
-            chunk.label = self._label(self.ranks.gather_all(_present(chunk.label)))
+        label_first = "above" in chunk.sums  # entries are counted against it
+        if label_first and chunk.label_logit is not None:
+            (chunk.label_logit,) = self.ranks.total([chunk.label_logit])
         partial = self.accumulate_local(chunk, bases, keep)
         if chunk.reference is not None and partial.state.shift is None:  # no row here
             partial.state.shift = torch.zeros_like(partial.state.m)
@@ -49,11 +49,14 @@ class ShardedBackend(Backend):
             sent["candidates"] = chunk.policy.at(chunk.inputs.candidates)
         if partial.topk is not None:
             sent["logits"], sent["ids"] = partial.topk[0], partial.topk[1] + chunk.policy.head.vocab_start
-        label = [] if label_first else _present(chunk.label)
-        (*each,) = self.ranks.gather_all([*sent.values(), *label])
-        got = dict(zip(sent, each, strict=False))
-        if label:
-            chunk.label = self._label(each[len(sent) :])
+        if chunk.label_logit is not None and not label_first:
+            sent["label_logit"] = chunk.label_logit
+        if chunk.label_ref is not None:
+            sent["label_ref"] = chunk.label_ref
+        got = dict(zip(sent, self.ranks.gather_all([*sent.values()]), strict=True))
+        for name in ("label_logit", "label_ref"):
+            if name in got:  # which one rank has, and the others have 0 for
+                setattr(chunk, name, in_order(got[name].unbind(0)))
         whole = self.finished(chunk, self._merged(chunk, partial, got))
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
@@ -77,11 +80,6 @@ class ShardedBackend(Backend):
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return self.local.scaled(x, factor, dtype)
 
-    def _label(self, each: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The label's logits, which one rank has and the others have 0 for."""
-        mine = [in_order(x.unbind(0)) for x in each]
-        return mine[0], mine[1] if len(mine) == 2 else None
-
     def _merged(self, chunk: Chunk, partial: Partial, got: dict[str, Tensor]) -> Partial:
         """What all ranks' accumulations are together; ranks without rows are left out."""
         names = [name for name, _ in partial.state.items()]
@@ -99,7 +97,3 @@ class ShardedBackend(Backend):
         values, order = torch.cat([logits[r, :, :n] for r, n in pairs], 1).sort(dim=1, descending=True, stable=True)
         columns = torch.cat([ids[r, :, :n] for r, n in pairs], 1).gather(1, order)
         return values[:, :k].contiguous(), columns[:, :k].contiguous()
-
-
-def _present(label: tuple[Tensor, Tensor | None] | None) -> list[Tensor]:
-    return [] if label is None else [x for x in label if x is not None]

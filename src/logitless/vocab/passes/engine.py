@@ -49,6 +49,7 @@ class Pass:
         if self._first is not None:
             chunk = self._first[1]
             chunk.prepared = self.backend.prepared(chunk)
+            _ = chunk.label  # a launch of its own, while a device has nothing else to do
         return self
 
     def release(self) -> None:

@@ -159,9 +159,8 @@ def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref
     """What each token's entries amount to, the label's kept apart as in the pass over whole rows."""
     if entries.labels_at is not None:
         at = entries.labels_at
-        chunk.label = z[at], None if z_ref is None else z_ref[at]
-    label = None if chunk.label is None else chunk.label[0]
-    state, zsum = backend.over_sets.accumulate(chunk.sums, label, entries, (z, z_ref))
+        chunk.label_logit, chunk.label_ref = z[at], None if z_ref is None else z_ref[at]
+    state, zsum = backend.over_sets.accumulate(chunk.sums, chunk.label_logit, entries, (z, z_ref))
     totals = backend.finish(state, chunk.label)
     if zsum is not None:
         totals.mean_logit = zsum / entries.counts

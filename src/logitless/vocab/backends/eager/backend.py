@@ -56,8 +56,7 @@ class Running(Form):
     @property
     def label(self) -> Tensor | None:
         """The label's logit, where entries above it are counted."""
-        label = self.chunk.label
-        return None if label is None or self.state.above is None else label[0]
+        return None if self.state.above is None else self.chunk.label_logit
 
     def add(self, tile: Tile, keep: str | None) -> None:
         """Take one slice in. `keep` says what tile.z holds afterwards."""

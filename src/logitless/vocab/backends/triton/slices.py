@@ -152,8 +152,8 @@ class Heads:
     @property
     def label_logits(self) -> Tensor:
         """The labels' logits, which ranks may have gathered since."""
-        label = self.chunk.label
-        return self.policy.row_scales if label is None else label[0]
+        label = self.chunk.label_logit
+        return self.policy.row_scales if label is None else label
 
     @property
     def plain(self) -> bool:

@@ -47,10 +47,10 @@ def weigh_products(chunk: Chunk, bases: tuple[str, ...] = ()) -> Partial:
     tokens are the products made twice, and no host waits to know: the second launch has else nothing to do.
     bases: ("p",) where their product with the head's rows is wanted in the place of the weights.
     """
-    width, label, factor = chunk.policy.head.local_rows, chunk.label, chunk.policy.factors[0]
+    width, label, factor = chunk.policy.head.local_rows, chunk.label_logit, chunk.policy.factors[0]
     assert label is not None
     weights = buffer_of(chunk, "weights", width, torch.bfloat16)
-    levels = label[0].clamp(min=MASK).repeat(2, 1)
+    levels = label.clamp(min=MASK).repeat(2, 1)
     found = _summed(chunk, "weights", weights, levels)
     levels[0] = torch.where((found.m - levels[1]).abs() > NEAR, found.m, levels[1])
     second, redone = _summed(chunk, "weights", weights, levels, again=True), levels[0] != levels[1]
