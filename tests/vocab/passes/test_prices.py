@@ -7,7 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import logitless as ll
 from logitless import losses
 from logitless.algebra.stats import STATISTICS
-from tests.support.vocab.comparing import EVERYTHING, Operands, operands
+from logitless.vocab.backends.logits import weight_sum
+from logitless.vocab.passes import engine
+from tests.support.vocab.comparing import EVERYTHING, Operands, compare, operands
 from tests.support.vocab.measuring import measure
 
 pytestmark = pytest.mark.slow_on("triton")
@@ -255,3 +257,12 @@ def test_torchs_own_counter_agrees(backend):
         with FlopCounterMode(display=False) as counter:
             step()
         assert counter.get_total_flops() / (2 * N * H * V) < 1.03 * expected
+
+
+@pytest.mark.parametrize(("n", "sums"), [(H // 8, 0), (H // 8 + 1, 1)])
+def test_few_tokens_do_not_read_the_head_once_more_for_their_mean_logit(n, sums, monkeypatch):
+    ops = operands((n,), H, V, dtype=torch.float32).training("hidden")
+    read = []
+    monkeypatch.setattr(engine, "weight_sum", lambda *args: read.append(1) or weight_sum(*args))
+    compare(ops, ("logprob", "mean_logit", "self_certainty"), backend="eager")
+    assert len(read) == sums + 1  # and once for backward

@@ -50,6 +50,7 @@ from .logits import (
 from .sets import Entries, Logits
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
+FEW = 8  # tokens are few where a hidden state has this many times as many numbers
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
 
@@ -261,6 +262,12 @@ def p_alone(call: Call) -> bool:
     return bases_of(want) <= {"p"} and "t" not in sums_of(want) and not call.head.softcap
 
 
+def sums_logits(call: Call) -> bool:
+    """Whether a mean logit is that of logits added up: where the head's summed rows do not give it, or cost more."""
+    few = FEW * call.n_tokens <= call.inputs.hidden.shape[1]
+    return few or bool(call.head.softcap) or call.shard is not None
+
+
 def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:
     """Whether there is anything to do for `logits_grad`: bases with a number for every entry."""
     return any(basis in coefficients for basis in DENSE) or (chunk.policy.outer is not None and "one" in coefficients)
@@ -335,6 +342,7 @@ class Chunk:
     sums: frozenset[str]
     top_k: int
     jsd_beta: float
+    sums_logits: bool
     materialised: list[Tile] = field(default_factory=list)
     slice_masses: list[SliceMass] | None = None
     skip: Skip | None = None
@@ -369,7 +377,8 @@ class Chunk:
         # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
         sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
         top_k = best_entries(sums, options.top_k)
-        return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta)
+        summed = "zsum" in sums and sums_logits(call)
+        return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, summed)
 
     @property
     def n_tokens(self) -> int:
@@ -403,11 +412,6 @@ class Chunk:
     def label_places(self) -> LabelPlaces | None:
         """Where in the vocabulary the tokens' labels lie, looked for once."""
         return None if self.inputs.labels is None else LabelPlaces(self.inputs.labels)
-
-    @property
-    def sums_logits(self) -> bool:
-        """Whether the pass adds the logits up: where the head's summed rows do not give their mean."""
-        return "zsum" in self.sums and (self.policy.outer is not None or self.policy.head.shard is not None)
 
     @property
     def may_be_infinite(self) -> bool:
