@@ -39,6 +39,11 @@ def test_narrow_logits_are_summed_in_float32(dtype):
     torch.testing.assert_close(got.double(), dense(logits), rtol=1e-5, atol=1e-6)
 
 
+def test_nearly_equal_logits():
+    """Of which rounding alone would make a third negative."""
+    assert (ll.chunked_self_certainty(torch.randn(64, 32) @ (1e-4 * torch.randn(32, 2_000))) >= 0).all()
+
+
 def test_one_row_and_the_default_chunk():
     logits = torch.randn(1000)
     torch.testing.assert_close(ll.chunked_self_certainty(logits).double(), dense(logits), rtol=1e-5, atol=1e-6)

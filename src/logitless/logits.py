@@ -168,7 +168,8 @@ class _SelfCertainty(torch.autograd.Function):
         log_sum = state.rest.log1p()
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, state.m, log_sum)
-        return (state.m - total / logits.shape[-1]) + (log_sum - math.log(logits.shape[-1]))
+        certainty = (state.m - total / logits.shape[-1]) + (log_sum - math.log(logits.shape[-1]))
+        return certainty.clamp_min_(0)  # a KL, which rounding may not make negative
 
     @staticmethod
     def backward(ctx, grad_certainty: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -43,6 +43,11 @@ def test_what_is_computed_from_it(drawn):
         assert x == pytest.approx(float(logp[0, 1, i]))
 
 
+def test_self_certainty_of_nearly_equal_logits_is_not_negative():
+    record = ll.sample_tokens(torch.randn(64, 32), ll.LMHead(1e-4 * torch.randn(2_000, 32)), keep=1)
+    assert (record.self_certainty >= 0).all()
+
+
 @pytest.mark.parametrize("heat", [1.0, 0.1, 1e-3])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_behaviour_is_never_above_certain(heat, top_k):

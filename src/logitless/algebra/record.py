@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from ..errors import OptionError
+from .stats import from_uniform
 
 Array = Any
 
@@ -75,7 +76,7 @@ class Derived:
     @property
     def self_certainty(self) -> Array:
         """KL(uniform‖p) of the raw distribution, (...)."""
-        return self.logsumexp - self.mean_logit - math.log(self.vocab_size)
+        return from_uniform(self.logsumexp - self.mean_logit - math.log(self.vocab_size), self.logsumexp)
 
     @property
     def tail_mass(self) -> Array:

@@ -51,6 +51,11 @@ class Statistic:
         return 1 + looks_twice(self.sums)
 
 
+def from_uniform(kl: Array, logsumexp: Array) -> Array:
+    """KL(U‖p), which rounding may not make negative; NaN where no entry is possible, of which `logsumexp` is -inf."""
+    return kl.clip(0) + 0 * logsumexp
+
+
 def _log(size: Any) -> Any:
     """Of the vocabulary's size, or of each token's set."""
     return math.log(size) if isinstance(size, int) else size.log()
@@ -78,7 +83,7 @@ STATISTICS: dict[str, Statistic] = {
         bases="p plogp",
     ),
     "self_certainty": _row(
-        lambda T, V: (T.m - T.mean_logit) + (T.log_s - _log(V)),
+        lambda T, V: from_uniform((T.m - T.mean_logit) + (T.log_s - _log(V)), T.m),
         lambda T, g, V, b, xp: {"p": g, "one": -g / V},
         sums="zsum",
         bases="p",

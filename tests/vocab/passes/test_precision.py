@@ -306,3 +306,12 @@ def test_a_few_rows_of_a_long_vocabulary(rows, budget, backend):
     (got,) = torch.autograd.grad(loss, ops.hidden)
     (wanted,) = torch.autograd.grad(dense_cross_entropy(exact.hidden, exact.head, ops.labels), exact.hidden)
     assert float((got.double() - wanted).abs().max()) < 3e-6 / rows
+
+
+def test_self_certainty_of_nearly_equal_logits_is_not_negative(backend):
+    """Which rounding alone would make it for a third of the tokens."""
+    hidden, head = torch.randn(64, 32), ll.LMHead(1e-4 * torch.randn(2_000, 32))
+    got = ll.token_stats(hidden, head, want=("self_certainty",), backend=backend).self_certainty
+    exact = dense_token_stats(hidden.double(), ll.LMHead(head.weight.double()), want=("self_certainty",))
+    assert (got >= 0).all()
+    assert_near(got.double(), exact["self_certainty"], 3e-6)
