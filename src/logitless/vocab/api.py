@@ -31,7 +31,7 @@ from .call.validate import (
 from .dtypes import compute_dtype, dtype_of
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
-from .passes import compiled, quack
+from .passes import operators, quack
 from .passes.autograd import stats
 from .passes.loss import (
     CrossEntropyOptions,
@@ -208,7 +208,7 @@ def linear_cross_entropy(
     call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
     if torch.compiler.is_compiling():
-        run = _broken_cross_entropy if call.breaks_graphs else compiled.cross_entropy
+        run = _broken_cross_entropy if call.breaks_graphs else operators.cross_entropy
         return run(call, given)
     return chunked_cross_entropy(call, given)
 
@@ -257,7 +257,7 @@ def _token_stats(
     elif call.breaks_graphs:
         found = _broken_stats(call)
     else:
-        found = compiled.stats(call)
+        found = operators.stats(call)
     lead = hidden.shape[:-1]
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in found.items()})
 

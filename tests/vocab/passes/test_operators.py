@@ -12,7 +12,7 @@ from logitless.vocab.api import linear_cross_entropy, token_stats
 from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
-from logitless.vocab.passes.compiled import _key, _packed
+from logitless.vocab.passes.operators import _key, _packed
 from tests.support.vocab.comparing import EVERYTHING, Operands, operands
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
