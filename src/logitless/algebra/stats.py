@@ -2,10 +2,10 @@
 the statistic's share of the one gradient formula,
 
     dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + ν·(p_v - q_v)/M_v + σ·[D_v > 0] + ρ·[D_v < 0] + η·p_v)
-              + ζ·q_v + τ·t_v + δ + Σ_k c_k·[v = i_k]
+              + ζ·q_v + θ·t_v + δ + Σ_k c_k·[v = i_k]
 
 one for each basis: p (α), plogp (β), pD (κ), pM (ε), excess (ν), ahead (σ), behind (ρ; D_v = 0 counts by half in both),
-p2 (η), q (ζ), tail (τ: t is p of everything but the candidates, as shares of what that is in all), one (δ), and the
+p2 (η), q (ζ), tail (θ: t is p of everything but the candidates, as shares of what that is in all), one (δ), and the
 one-hot terms
 `label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
 and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.

@@ -1,1 +1,1 @@
-"""Backends of the pass. Each implements `fold` and `unfold`."""
+"""Backends of the pass, each a class that keeps to the contract in `base`."""

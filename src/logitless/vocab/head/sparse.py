@@ -10,7 +10,7 @@ from torch import Tensor
 from ...algebra.options import whole_from
 from ...errors import OptionError
 
-BOUNDED = frozenset({"p", "plogp", "p2"})  # bases of the gradient that the fold can bound slice by slice
+BOUNDED = frozenset({"p", "plogp", "p2"})  # bases of the gradient that running sums can bound slice by slice
 
 
 class SparseBackward:

@@ -41,7 +41,7 @@ def add_gradient(
     where these accumulated on the way.
     """
     policy, stat_grads = chunk.policy, dict(stat_grads)
-    sparse = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
+    at_ids = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
     c = coefficients_of(stat_grads, totals, policy.head.rows, chunk.jsd_beta, torch)
     dense = without_label(c)
     if products is not None:
@@ -55,10 +55,10 @@ def add_gradient(
     if "argmax" in c:
         at_best = policy.chain(c["argmax"], totals.m)
         scatter_one_hots(chunk, extra["top_ids"][:, :1], at_best[:, None], grads)
-    if (upstream := sparse["top_k_logits"]) is not None:
+    if (upstream := at_ids["top_k_logits"]) is not None:
         k = upstream.shape[1]
         scatter_one_hots(chunk, extra["top_ids"][:, :k], policy.chain(upstream, extra["top_logits"][:, :k]), grads)
-    if (upstream := sparse["candidate_logits"]) is not None and chunk.inputs.candidates is not None:
+    if (upstream := at_ids["candidate_logits"]) is not None and chunk.inputs.candidates is not None:
         at_candidates = policy.chain(upstream, extra.get("candidate_logits"))
         scatter_one_hots(chunk, chunk.inputs.candidates, at_candidates, grads)
     if "one" in c and policy.outer is None:
@@ -120,9 +120,10 @@ def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients)
 
 
 def summed_dtypes(call: Call) -> tuple[torch.dtype, ...]:
-    """The dtypes that gradients are summed in, in the order of `Inputs`: an upstream loss scale comes before rounding.
+    """The dtypes that gradients are summed in, in the order of `Inputs`.
 
-    bf16 hidden states have the range for it without more bytes; ranks add their parts before these are rounded.
+    fp16 has no range for what is still to be multiplied by an upstream loss scale. bf16 has: for fewer bytes a loss's
+    hidden states are rounded before it and after it. Ranks add their parts before these are rounded.
     """
     hidden, compute = call.inputs.hidden.dtype, call.compute
     narrow = compute if hidden == torch.float16 or call.shard is not None else hidden
