@@ -42,6 +42,8 @@ def test_one_number_per_sequence_is_to_be_expanded_and_nothing_else_is():
     x = torch.zeros(2, 3)
     with pytest.raises(ShapeError, match=r"^advantages .* shape \(2, 3\), got \(2,\): expand one number per sequence"):
         losses.reinforce(x, x[:, 0])
+    with pytest.raises(ShapeError, match=r"^old_logprob .* shape \(2, 3\), got \(2,\): give one number for each"):
+        losses.ppo_clip(x, x[:, 0], x)  # a sum over tokens, which expanded would stand beside each of them
     with pytest.raises(ShapeError, match=r"shape \(2, 3\), got \(1, 3\): give one number for each of them$"):
         losses.reinforce(x, x[:1])
     with pytest.raises(ShapeError, match=r"^rejected .* shape \(3,\), got \(2,\): give one number for each of them$"):

@@ -7,13 +7,16 @@ from torch import Tensor
 
 from ..errors import ShapeError
 
+ONE_PER_SEQUENCE = ("advantages", "mask")  # may hold for a whole sequence, where log-probs would be sums over tokens
+
 
 def same_shape(logprob: Tensor, /, **others: Tensor | None) -> None:
     """Refuse silent broadcasting: (T,) advantages against (T, T) log-probs would pair the wrong tokens."""
     for name, other in others.items():
         if other is not None and other.shape not in (logprob.shape, ()):
             each = f"expand one number per sequence with `{name}[..., None].expand_as(logprob)`"
-            advice = each if other.shape == logprob.shape[:-1] else "give one number for each of them"
+            expands = name in ONE_PER_SEQUENCE and other.shape == logprob.shape[:-1]
+            advice = each if expands else "give one number for each of them"
             expected = f"the log-probs' shape {tuple(logprob.shape)}"
             raise ShapeError(f"{name} must have {expected}, got {tuple(other.shape)}: {advice}")
 
