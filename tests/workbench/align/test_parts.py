@@ -321,7 +321,7 @@ class TestData:
         else:
             parts = {"train": Dataset.from_list(rows[:-2]), "test": Dataset.from_list(rows[-2:])}
             DatasetDict(parts).save_to_disk(path)
-        train, held = rows_of(config(path, method="grpo"), tokenizer, 10)
+        train, held = rows_of(config(path, method="grpo", rewards="m:f"), tokenizer, 10)
         assert sorted([*train, *held], key=lambda row: row["answer"]) == rows
         assert [row["answer"] for row in held] == ([38, 39] if kind == "splits" else [10, 30])
 
@@ -329,12 +329,13 @@ class TestData:
         "value", [datetime(2026, 1, 1), b"\xff", Decimal("1.5"), [{"on": date(2026, 1, 1)}]], ids=repr
     )
     def test_columns_that_no_json_has(self, tokenizer, tmp_path, value):
-        """Rewards are given them, and a resumed run's too; pairs are not."""
+        """Functions of --rewards are given them, and a resumed run's too; pairs and other rewards are not."""
         rows = [{"prompt": f"question {i}", "chosen": "a", "rejected": "b", "more": value} for i in range(40)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-        given = config(tmp_path / "rows.parquet", method="grpo")
+        given = config(tmp_path / "rows.parquet", method="grpo", rewards="m:f")
         with pytest.raises(DataError, match=r"row 0: column 'more' must be of text, .* got \w+; write it as text"):
             rows_of(given, tokenizer, 10)
+        assert rows_of(replace(given, rewards=None), tokenizer, 10)[0][0] == {"prompt": "question 0"}
         save(tmp_path / "rows.jsonl", *rows_of(replace(given, method="dpo"), tokenizer, 10))
         train, held = load(tmp_path / "rows.jsonl", replace(given, method="dpo"))
         assert train[0] == {"prompt": "question 0", "chosen": "a", "rejected": "b"}
@@ -352,7 +353,7 @@ class TestData:
         """It is the rewards', and says nothing of what is held out."""
         rows = [{"prompt": f"question {i}", "split": value, "row": i} for i in range(40)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-        given = config(tmp_path / "rows.parquet", method="grpo")
+        given = config(tmp_path / "rows.parquet", method="grpo", rewards="m:f")
         found = rows_of(given, tokenizer, 10)
         save(tmp_path / "rows.jsonl", *found)
         assert load(tmp_path / "rows.jsonl", given) == found
@@ -370,13 +371,14 @@ class TestData:
         rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
         assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
 
+    @pytest.mark.parametrize("rewards", ["m:f", None])
     @pytest.mark.parametrize("method", ["grpo", "rloo", "intuitor", "dpo"])
-    def test_the_columns_beside_messages_are_the_rewards(self, talker, tmp_path, method):
+    def test_the_columns_beside_messages_are_the_rewards(self, talker, tmp_path, method, rewards):
         asked, said = json.loads(ASKED), json.loads(SAID)
         path = tmp_path / "rows.jsonl"
         path.write_text((json.dumps({"messages": asked + said, "answer": 4}) + "\n") * 4)
-        train, held = rows_of(config(path, method=method), talker, 2)
-        own = {"completion": said} if method == "dpo" else {"answer": 4}
+        train, held = rows_of(config(path, method=method, rewards=rewards), talker, 2)
+        own = {"completion": said} if method == "dpo" else {"answer": 4} if rewards else {}
         assert all(row == {"prompt": asked, **own} for row in [*train, *held])
 
     @pytest.mark.parametrize(("method", "rewards", "said"), [("grpo", "m:f", 1), ("grpo", None, 0), ("dpo", None, 0)])
@@ -503,7 +505,8 @@ class TestData:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"say {i}", name: "x"}) + "\n" for i in range(40)))
         with pytest.raises(DataError, match=rf"row 0: a column named '{name}', .*: rename it"):
-            rows_of(config(path, method="grpo"), tokenizer, 10)
+            rows_of(config(path, method="grpo", rewards="m:f"), tokenizer, 10)
+        assert rows_of(config(path, method="grpo"), tokenizer, 10)[0][0] == {"prompt": "say 0"}
 
     @pytest.mark.parametrize("form", ["whole", "without prompt", "messages", "completion"])
     def test_conversations_to_prefer_answers_in(self, talker, tmp_path, form):

@@ -179,15 +179,16 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer, remark: Remark) -> tup
     if columns == PAIR and "completion" in rows[0] and "chosen" not in rows[0]:
         columns = ANSWERED
     every: list[Row] = [*rows, *(held or [])]
+    rewarded = config.kind.rollouts and config.rewards  # by functions that are given the other columns
     for i, row in enumerate(every):
         _check_row(row, columns, f"--data {config.data}: row {i}")
         _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
-        if config.kind.rollouts:
+        if rewarded:
             _check_kept(row, f"--data {config.data}: row {i}")
     if isinstance(rows[0]["prompt"], list) and any(row.get("tools") not in NO_TOOLS for x in given for row in x or ()):
         remark(f"--data {config.data}: prompts are written without the tools of their rows")  # as TRL writes them
-    if config.kind.rollouts:  # whose rewards are given the other columns
-        if config.rewards and any("completion" in row for row in every):
+    if rewarded:
+        if any("completion" in row for row in every):
             remark(f"--data {config.data}: TRL gives rewards no column named 'completion': rename it to have it there")
         return rows, held
 
