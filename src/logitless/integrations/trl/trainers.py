@@ -211,7 +211,7 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool,
     fused = _fused_forward(trainer, policy, wanted, *_gradients(trainer, kind))
     fused.replay = replay
     changes = [Change(policy, "forward", fused.method(policy), fused)]
-    if reference is not None:
+    if reference is not None and not exact_kl:  # which reads its hidden states, and never scores with it
         reference = causal_lm(reference)
         scored = _fused_forward(trainer, reference, Wanted((), memory_budget=wanted.memory_budget))
         scored.replay = replay
