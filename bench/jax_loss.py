@@ -22,7 +22,7 @@ from bench.harness import in_turns, least, results
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
 STEP = 8  # sequences in a decoding step
-SLICES = (256, 512, 2048)  # entries at a time in the bare products
+SLICES = (256, 512, 2048)  # entries at a time in the bare products, where they divide the vocabulary
 
 
 def dense_loss(hidden, head, labels):
@@ -36,14 +36,14 @@ def dense_entropy(hidden, head, labels):
 
 
 def slices_of(head, entries):
-    """The head's rows, so many at a time where they divide the vocabulary, else as many as divide both."""
-    vocab, width = head.weight.shape
-    return head.weight.reshape(-1, math.gcd(vocab, entries), width)
+    """The head's rows, so many at a time."""
+    return head.weight.reshape(-1, entries, head.weight.shape[1])
 
 
-def in_slices(products):
-    """The bare products in each size of slices, by their names."""
-    return {f"bare products, slices of {entries:,}": partial(products, entries=entries) for entries in SLICES}
+def in_slices(products, vocab):
+    """The bare products by their slices' sizes, each the largest that divides both one of SLICES and the vocabulary."""
+    sizes = {math.gcd(vocab, entries) for entries in SLICES}
+    return {f"bare products, slices of {size:,}": partial(products, entries=size) for size in sorted(sizes)}
 
 
 def bare_gradients(hidden, head, labels, entries):
@@ -105,10 +105,10 @@ def works(o):
     if not jnp.allclose(loss, dense, rtol=2e-6):
         raise SystemExit(f"the losses differ: {loss} against {dense}")
     both = partial(jax.value_and_grad, argnums=(0, 1))
-    training = {"logitless": both(linear_cross_entropy), "dense": both(dense_loss), **in_slices(bare_gradients)}
-    yield "loss and gradients", training, (hidden, head, labels)
+    training = {"logitless": both(linear_cross_entropy), "dense": both(dense_loss)}
+    yield "loss and gradients", training | in_slices(bare_gradients, o.vocab), (hidden, head, labels)
     values = {"logitless": partial(token_stats, want=("logprob", "entropy")), "dense": dense_entropy}
-    yield "log-prob and entropy", values | in_slices(bare_values), (hidden, head, labels)
+    yield "log-prob and entropy", values | in_slices(bare_values, o.vocab), (hidden, head, labels)
     steps = {
         "logitless": partial(linear_topk, k=o.keep),
         "logitless, no best entries": partial(token_stats, want=("logsumexp",)),

@@ -64,11 +64,11 @@ def test_the_steps_of_a_peak(tmp_path):
 def test_in_jax(tmp_path):
     machine, rows = run(jax_loss, tmp_path / "out", "--tokens 16 --hidden 8 --vocab 512 --keep 4 --repeats 1")
     assert {r["method"] for r in rows if r["work"] == "loss and gradients"} == {
-        "logitless", "dense", *(f"bare products, slices of {n}" for n in ("256", "512", "2,048"))
+        "logitless", "dense", "bare products, slices of 256", "bare products, slices of 512"
     }  # fmt: skip
     table = jax.in_jax([machine, *rows])
     ratios = [line.split(" | ")[4] for line in table.splitlines() if "bare products" in line]
-    assert min(ratios[:3]) == min(ratios[3:]) == "1.00"  # over the fastest of them
+    assert min(ratios[:2]) == min(ratios[2:]) == "1.00"  # over the fastest of them
 
 
 def test_precision(tmp_path, monkeypatch):
