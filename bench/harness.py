@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -271,17 +270,24 @@ def _serve(connection: Any, build: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 def results(out: Path | None, threads: int | None = None, **about: Any) -> Callable[[Record], None]:
-    """Begins a new result file with the machine's line, and gives what adds a row; without a file rows go nowhere.
+    """What adds a row to a new result file, the machine's line before the first; without a file rows go nowhere.
 
     To be called before anything is measured: a file that exists is refused, and the machine's load is that of a start.
+    A run that fails before its first row leaves no file.
     """
     if out is None:
         return lambda row: None
     if out.exists():
         print(f"error: --out: expected a new file, got {out}, which exists; name another or remove it", file=sys.stderr)
         raise SystemExit(2)
-    write_line(out, environment(threads) | about)
-    return partial(write_line, out)
+    begun = [environment(threads) | about]
+
+    def write(row: Record) -> None:
+        while begun:
+            write_line(out, begun.pop())
+        write_line(out, row)
+
+    return write
 
 
 def write_line(path: Path, record: Record) -> None:

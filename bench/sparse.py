@@ -93,6 +93,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
+    write = results(o.out)
     torch.manual_seed(0)
     operands = trained(o.tokens, o.model, o.kind) if o.model else synthetic(o.tokens)
     for x in operands[:2]:
@@ -100,13 +101,13 @@ def main(arguments=None):
     with torch.no_grad():
         stats = ll.token_stats(operands[0], ll.LMHead(*operands[1:3]), operands[3], want=("logprob", "entropy"))
     sizes = {"tokens": len(operands[3]), "hidden": operands[1].shape[1], "vocabulary": operands[1].shape[0]}
-    problem = sizes | {
+    problem = {"way": "problem"} | sizes | {
         "what": f"{o.model}, {o.kind}" if o.model else "synthetic", "threads": o.threads,
         "loss": round(-float(stats.logprob.mean()), 3),
         "entropy": [round(float(x), 3) for x in stats.entropy.quantile(torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9]))],
     }  # fmt: skip
     print(problem, flush=True)
-    write = results(o.out, problem=problem)
+    write(problem)
     rows = (compare(operands, width, bound, way, o.rounds) for way, width, bound in product(o.ways, o.widths, o.bounds))
     for row in chain(columns(operands, o.bounds), rows):
         write(row)

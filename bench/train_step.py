@@ -57,7 +57,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
-    config = replace(TrainConfig(), model=o.model)
+    env, config = environment(), replace(TrainConfig(), model=o.model)
     for memory, context in {"fresh": nullcontext, "kept": freed_memory_kept}.items():
         with context():
             seconds, sizes, busy = measured(config, o.rounds)
@@ -66,7 +66,7 @@ def main(arguments=None):
             print(f"{method:>10}: least {min(each):.2f} s, median {statistics.median(each):.2f} s")
         if o.out:
             row = {"kind": "train step", "model": o.model, "shape": sizes, "seconds": seconds, "others": round(busy, 3)}
-            write_line(o.out, environment() | row | {"freed_memory": memory})
+            write_line(o.out, env | row | {"freed_memory": memory})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def test_the_least_of_the_turns_by_either_clock():
 def test_a_result_file_begins_with_the_machine_and_grows_by_rows(tmp_path):
     out = tmp_path / "new" / "results.jsonl"
     write = harness.results(out, 3, sizes={"tokens": 4})
+    assert not out.parent.exists()  # so that a run that fails at its start can be started again
     write({"row": 1})
     machine, row = harness.read_lines(out)  # as they come: a run that is killed has left these
     assert machine["kind"] == "environment"
