@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import DataError
 from .teacher import TeacherRecord
@@ -21,8 +22,8 @@ class TeacherTargets:
     """One document, or some of them padded: what the student reads, and the teacher's distribution of what comes next.
 
     At each position: input_ids (..., T) int64; labels (..., T) int64, the token that came, -100 in the place of
-    padding; ids (..., T, K) int64, the teacher's best entries, and weights (..., T, K) fp32, their probabilities,
-    which lack of 1 what the teacher gave to all others.
+    padding and where none was scored; ids (..., T, K) int64, the teacher's best entries, and weights (..., T, K) fp32,
+    their probabilities, which lack of 1 what the teacher gave to all others.
     """
 
     input_ids: Tensor
@@ -43,8 +44,8 @@ class TeacherTargets:
 
     @property
     def attention_mask(self) -> Tensor:
-        """1 where there is text, (..., T) int64."""
-        return (self.labels != IGNORED).long()
+        """1 where there is text, (..., T) int64: up to the last label."""
+        return (self.labels != IGNORED).long().flip(-1).cummax(-1).values.flip(-1)
 
 
 def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
@@ -61,8 +62,9 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
             )
 
     A weight is exp(logit - log-sum-exp) with the log-sum-exp of the teacher's whole distribution: nothing is
-    renormalised, and what the K entries leave to others is known. Where the teacher had a begin-of-text token in
-    front, so has the student. A document with a token that has no score, other than its first, is passed over.
+    renormalised, and what the K entries leave to others is known. What the teacher had before a text, the student has,
+    too, without a label but at its last token. A document with a token that has no score, other than its first, is
+    passed over.
     Raises DataError for a file that is no such record, is damaged or holds no best entries; ConfigError without
     pyarrow. Memory: some row groups and a document.
     """
@@ -70,11 +72,13 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
     if record.kind != "topk":
         remedy = "score without --store hidden, or read it with TeacherRecord"
         raise DataError(f"{path}: expected best entries, got hidden states: {remedy}")
-    start = [] if record.bos is None else [record.bos]
-    unread = 1 - len(start)  # a first token without another before it: the student is asked for none there
+    unread = int(not record.opening)  # a first token without another before it: the student is asked for none there
+    silent = max(0, len(record.opening) - 1)  # tokens behind which the opening goes on
     for first, token, scored in record.documents():
         if not scored[unread:].all() or len(token) == unread:
             continue
         rows = vars(record.read(first + unread, first + len(token)))
-        before = torch.from_numpy(np.concatenate([start, token[:-1]]).astype(np.int64))
-        yield TeacherTargets(before, torch.from_numpy(token[unread:]), rows["ids"], rows["log_weights"].exp())
+        before = torch.from_numpy(np.concatenate([record.opening, token[:-1]]).astype(np.int64))
+        labels = F.pad(torch.from_numpy(token[unread:]), (silent, 0), value=IGNORED)
+        best = (F.pad(x, (0, 0, silent, 0)) for x in (rows["ids"], rows["log_weights"].exp()))
+        yield TeacherTargets(before, labels, *best)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 OPTIONS = ("scale", "softcap", "vocab_size")  # of a head, beside its tensors
-SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "bos": int, "rows": int}  # of any record
+SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "rows": int}  # of any record
 SAID |= {"hidden_dtype": str, "hidden_size": int, "head": dict}
 MOST_ENTRIES = 2**31  # of a record of an earlier version, which does not say how many there are
 COLUMNS = {"topk": ["topk_ids", "topk_logits"], "bfloat16": ["hidden"], "fp8": ["hidden", "hidden_scale"]}
@@ -82,8 +82,8 @@ class TeacherRecord:
             reference=(rows.hidden, record.head()),
         )
 
-    kind: "hidden" (`--store hidden`) or "topk". tokenizer, text: hashes of the tokenizer and of the text it is of; bos:
-    the id before each document, or None. Every page's checksum is compared as it is read, and the head's hash; rows
+    kind: "hidden" (`--store hidden`) or "topk". tokenizer, text: hashes of the tokenizer and of the text it is of;
+    opening: the ids before each document. Every page's checksum is compared as it is read, and the head's hash; rows
     that `logitless score` never writes, such as a null, a NaN or a document out of order, are refused then, too.
     Raises DataError for a file that is no such record, or damaged; ConfigError without pyarrow. Memory: row groups,
     of 8 MiB each where they hold hidden states.
@@ -108,7 +108,8 @@ class TeacherRecord:
             check_kinds(schema, [*PLACES, *self.columns], width, self.path)
         self.vocab_size: int = about.get("vocab_size") or 0
         self.entries = self.vocab_size or MOST_ENTRIES
-        self.tokenizer, self.text, self.bos = about.get("tokenizer"), about.get("text"), about.get("bos")
+        self.tokenizer, self.text = about.get("tokenizer"), about.get("text")
+        self.opening = _opening(about)
         sizes = [self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
         self.edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         if (rows := about.get("rows")) not in (None, len(self)):
@@ -204,12 +205,13 @@ def _about(schema: pyarrow.Schema, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         about = None
     known = isinstance(about, dict) and all(type(about.get(x)) in (kind, type(None)) for x, kind in SAID.items())
+    known = known and all(type(x) is int for x in _opening(about or {}))
     if not isinstance(about, dict) or not known or about.get("store", "topk") not in ("topk", "hidden"):
         raise DataError(f"{path}: expected the metadata that logitless score writes, got other: score again")
-    entries, bos = (about.get(name) for name in ("vocab_size", "bos"))
-    entries = MOST_ENTRIES if entries is None else entries
-    if not 0 <= (bos or 0) < entries <= MOST_ENTRIES:
-        raise DataError(f"{path}: expected a bos of a vocabulary in the metadata, got {bos} of {entries}: score again")
+    entries = MOST_ENTRIES if about.get("vocab_size") is None else about["vocab_size"]
+    if not all(0 <= x < entries <= MOST_ENTRIES for x in (0, *_opening(about))):
+        got = f"{about.get('bos')} of {entries}"
+        raise DataError(f"{path}: expected a bos of a vocabulary in the metadata, got {got}: score again")
     head = about.get("head") or {}
     file = Path(str(head.get("file")))
     whole = {"file", "hash", *OPTIONS} <= head.keys() and file.name == head["file"] and file.suffix == ".safetensors"
@@ -217,6 +219,12 @@ def _about(schema: pyarrow.Schema, path: Path) -> dict[str, Any]:
     if about.get("store") == "hidden" and not (whole and wide and about.get("hidden_dtype") in STORED):
         raise DataError(f"{path}: expected metadata that says which head and dtype its states are of: score again")
     return about
+
+
+def _opening(about: dict[str, Any]) -> tuple[Any, ...]:
+    """What the metadata call bos: an id, several, or null where nothing stands before a document."""
+    bos = about.get("bos")
+    return () if bos is None else (*bos,) if isinstance(bos, list) else (bos,)
 
 
 def _read_head(path: Path, about: dict[str, Any], entries: int, width: int) -> LMHead:

@@ -170,6 +170,11 @@ OF_ANY = {
         "a bos of a vocabulary in the metadata, got None of 0",
     ),
     "a bos beyond": (about(lambda said: said | {"bos": V}), f"a bos of a vocabulary in the metadata, got {V} of {V}"),
+    "one of several beyond": (
+        about(lambda said: said | {"bos": [1, V]}),
+        rf"a bos of a vocabulary in the metadata, got \[1, {V}\] of {V}",
+    ),
+    "one of several that is text": (about(lambda said: said | {"bos": [1, "1"]}), "the metadata that logitless score"),
     "a bos that is true": (about(lambda said: said | {"bos": True}), "the metadata that logitless score writes"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), NO_FILE),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), NO_FILE),

@@ -23,10 +23,13 @@ from logitless.models.positions import scale
 from logitless.workbench.common import files
 from logitless.workbench.common.files import write_json
 from logitless.workbench.common.lock import LOCK_FILE, acquire
+from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.scoring import parts
+from logitless.workbench.scoring import run as scoring
 from logitless.workbench.scoring.run import run
 from logitless.workbench.scoring.summary import rows_of as summary_rows
 from logitless.workbench.scoring.summary import show_rows
+from logitless.workbench.sources.model import load_tokenizer
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.killing import killed, locked_by_another
 from tests.support.workbench.micro import micro_directory, micro_model
@@ -397,7 +400,7 @@ def test_a_name_is_no_markup():
     assert "[red]x[/red].parquet" in out.getvalue()
 
 
-@pytest.mark.parametrize("around", ["<s> $A </s>", "<pad> $A", "$A </s>"])
+@pytest.mark.parametrize("around", ["<s> $A </s>", "<pad> $A", "$A </s>", "<pad> <s> $A", "<s> <pad> <s> <pad> $A"])
 def test_documents_begin_by_themselves_as_those_that_train_reads(micro, tmp_path, around):
     shutil.copytree(micro, tmp_path / "model")
     micro_directory(tmp_path / "model", around)
@@ -405,22 +408,45 @@ def test_documents_begin_by_themselves_as_those_that_train_reads(micro, tmp_path
     assert len(opening) == len(around.split("$A")[0].split())
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
     summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.parquet"))
-    assert [summary["bos"]] == (opening or [None])
+    assert summary["bos"] == (opening if len(opening) > 1 else [*opening, None][0])
     (rows,) = rows_of(tmp_path / "a.parquet").values()
     z = AutoModelForCausalLM.from_pretrained(micro)(torch.tensor([[*opening, *(row["token"] for row in rows)]])).logits
     scored = rows if opening else rows[1:]
-    expected = z[0, :-1].log_softmax(-1)[range(len(scored)), [row["token"] for row in scored]]
+    expected = z[0, max(0, len(opening) - 1) : -1].log_softmax(-1)[range(len(scored)), [row["token"] for row in scored]]
     torch.testing.assert_close(torch.tensor([row["logprob"] for row in scored]), expected)
 
 
-def test_an_opening_of_several_tokens_is_refused(micro, tmp_path):
+def test_an_opening_may_be_longer_than_the_context(micro, tmp_path):
     shutil.copytree(micro, tmp_path / "model")
-    micro_directory(tmp_path / "model", "<pad> <s> $A")
-    given = config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 2), tmp_path / "a.parquet")
-    said = "--bos auto: expected one token at most before a text, got the 2 of '<pad><s>'; use --bos no"
-    with pytest.raises(OptionError, match=f"^{said}$"):
-        run(given)
-    assert run(replace(given, bos="yes"))["bos"] == 1
+    micro_directory(tmp_path / "model", "<s> <pad> <s> <pad> $A")
+    given = config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 2), tmp_path / "a.parquet", context_length=2)
+    run(given)
+    model = AutoModelForCausalLM.from_pretrained(micro)
+    for rows in rows_of(tmp_path / "a.parquet").values():
+        assert [row["context"] for row in rows] == [2] * len(rows)
+        ids = torch.tensor([1, 0, *(row["token"] for row in rows)])
+        with torch.no_grad():
+            z = model(ids.unfold(0, 2, 1)[:-1]).logits[:, -1].log_softmax(-1)
+        expected = z.gather(-1, ids[2:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor([row["logprob"] for row in rows]), expected)
+
+
+def test_what_a_text_begins_with_decides_what_an_unfinished_run_is(micro, tmp_path, monkeypatch):
+    """Not the option: a tokenizer whose opening is read in another way would give rows of both kinds."""
+    given = config(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "a.parquet")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "conclude", stop)
+        with pytest.raises(Interrupted):
+            run(given)
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "load_tokenizer", lambda source: replace(load_tokenizer(source), opening=(1,)))
+        with pytest.raises(OptionError, match=r"an unfinished run with bos \[\], now \[1\]"):
+            run(given)
+    assert run(replace(given, bos="no"))["bos"] is None
 
 
 def _broken(micro: Path, place: Path) -> str:

@@ -1,5 +1,7 @@
 """From a teacher's text to a student's loss through the file: value and gradient against dense float64."""
 
+import shutil
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +12,7 @@ import logitless
 from logitless.errors import DataError
 from logitless.sample.targets import IGNORED, TeacherTargets, read_targets
 from logitless.workbench.scoring.run import run
-from tests.support.workbench.micro import micro_model
+from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus
 
 KEEP = 6
@@ -32,21 +34,24 @@ def loss_of(student, targets: TeacherTargets, reduction: str = "sum") -> torch.T
 
 def dense_loss(student, teacher, targets: TeacherTargets) -> torch.Tensor:
     """Cross-entropy of the teacher's KEEP best and one bucket of all others with the student's, over a text."""
-    ids, at = targets.input_ids, targets.ids
+    counts = targets.labels != IGNORED
+    ids, at = targets.input_ids, targets.ids[counts]
     with torch.no_grad():
-        p = teacher(ids[None]).logits[0].softmax(-1)
+        p = teacher(ids[None]).logits[0].softmax(-1)[counts]
     best = p.gather(-1, at)
     torch.testing.assert_close(best, p.topk(KEEP).values, rtol=1e-5, atol=0.0)
-    p = student(ids[None]).logits[0].softmax(-1)
+    p = student(ids[None]).logits[0].softmax(-1)[counts]
     mine = p.gather(-1, at)
     return -(best * mine.log()).sum() - ((1 - best.sum(-1)) * (1 - mine.sum(-1)).log()).sum()
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("bos", ["no", "yes"])
-def test_loss_and_gradient_are_those_of_the_same_teacher_cut_off_alike(micro, tmp_path, bos):
+@pytest.mark.parametrize(("bos", "around"), [("no", None), ("yes", None), ("auto", "<pad> <s> <pad> $A")])
+def test_loss_and_gradient_are_those_of_the_same_teacher_cut_off_alike(micro, tmp_path, bos, around):
     out = tmp_path / "t.parquet"
-    run(config(micro, corpus(tmp_path / "a.jsonl", 14), out, keep=KEEP, bos=bos, context_length=64))
+    shutil.copytree(micro, tmp_path / "model")
+    micro_directory(tmp_path / "model", around)
+    run(config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 14), out, keep=KEEP, bos=bos, context_length=64))
     teacher = AutoModelForCausalLM.from_pretrained(micro).double().eval()
     student = micro_model(hidden_size=48, initializer_range=0.3).double().eval()
     found = [t for t in read_targets(out) if len(t.labels) <= 64]
@@ -56,6 +61,7 @@ def test_loss_and_gradient_are_those_of_the_same_teacher_cut_off_alike(micro, tm
     wanted = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
     batch = TeacherTargets.stack(found)
+    assert batch.attention_mask.sum(-1).tolist() == [len(t.input_ids) for t in found]
     assert batch.input_ids.shape == batch.labels.shape == batch.ids.shape[:2]
     loss = loss_of(student, batch)
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)

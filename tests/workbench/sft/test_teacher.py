@@ -54,6 +54,10 @@ def scored(tmp_path_factory) -> SimpleNamespace:
         ("bos", {"store": "hidden", "bos": "yes"}),
     ):
         score(ScoreConfig(out=root / f"{name}.parquet", **told, **more), QUIET)
+    micro_directory(root / "opening", "<pad> <s> $A")
+    teacher.save_pretrained(root / "opening")
+    told["model"] = str(root / "opening")
+    score(ScoreConfig(out=root / "opening.parquet", **told, store="hidden"), QUIET)
     micro_directory(root / "student")
     return SimpleNamespace(root=root, data=data, config=_config(root / "student" / "config.json"))
 
@@ -131,6 +135,7 @@ SETTINGS = {
     "reverse": ("hidden", {"distill_loss": "reverse"}),
     "fp8": ("fp8", {}),
     "behind a begin-of-text token": ("bos", {}),
+    "behind several tokens": ("opening", {"entries": np.arange(V)}),
     "temperature": ("hidden", {"distill_temperature": 2.0}),
     "with the label": ("hidden", {"distill_weight": 0.3}),
     "both": ("hidden", {"distill_weight": 0.3, "distill_temperature": 0.5, "distill_loss": "reverse"}),
@@ -183,16 +188,17 @@ def test_a_student_of_a_part_of_the_vocabulary(scored, kind):
 
 
 def test_a_student_without_the_token_that_documents_begin_with(scored):
-    bos = TeacherRecord(scored.root / "bos.parquet").bos
+    (bos,) = TeacherRecord(scored.root / "bos.parquet").opening
     teacher = teacher_of(scored, "bos", np.delete(np.arange(V), bos))
     expected = f"expected an entry of the student for id {bos}, which the record's documents begin with, got none"
     with pytest.raises(DataError, match=expected):
         teacher.streams(CONTEXT)
 
 
-def test_a_document_that_fits_is_whole(scored):
+@pytest.mark.parametrize(("kind", "opening"), [("bos", [1]), ("opening", [0, 1])])
+def test_a_document_that_fits_is_whole(scored, kind, opening):
     """What a student reads before a token is what the teacher read; a longer document goes on in a row of its own."""
-    teacher = teacher_of(scored, "bos")
+    teacher = teacher_of(scored, kind, np.arange(V))
     kept, held, remarks = teacher.streams(CONTEXT)
     longer = 0
     tokens = {first: ids for first, ids, _ in teacher.record.documents()}
@@ -202,12 +208,12 @@ def test_a_document_that_fits_is_whole(scored):
         assert len(stream.ids) % CONTEXT == 0
         edges = [*stream.starts, len(stream.ids)]
         for begin, end in pairwise(edges):
-            if not stream.said[begin]:
+            if not stream.said[begin:end].any():
                 continue
             assert begin // CONTEXT == (end - 1) // CONTEXT
-            begins = int(stream.rows[begin + 1])
-            if begins in tokens and len(tokens[begins]) + 1 <= CONTEXT:
-                assert stream.ids[begin:end].tolist() == [teacher.record.bos, *tokens[begins]]
+            begins = int(stream.rows[begin:end][stream.said[begin:end]][0])
+            if begins in tokens and len(tokens[begins]) + len(opening) <= CONTEXT:
+                assert stream.ids[begin:end].tolist() == [*opening, *tokens[begins]]
             else:
                 longer += 1
     assert longer > 0

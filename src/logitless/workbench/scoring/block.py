@@ -62,12 +62,12 @@ class Scorer:
 
     subject: Subject
     stride: int
-    bos: int | None  # the id that is put before each document
+    opening: tuple[int, ...]  # the ids that are put before each text
     batch_tokens: int
     measure: Measure
 
     def tokens(self, pieces: list[Piece]) -> list[Tokens]:
-        """The pieces' tokens, each behind the begin-of-text token or the end of the piece before."""
+        """The pieces' tokens, each behind the opening or the end of the piece before."""
         found = self._encoded(["" if p.problem else p.text for p in pieces])
         leads = self._encoded([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
         out = []
@@ -78,7 +78,7 @@ class Scorer:
             if isinstance(ids, str) or isinstance(lead, str):
                 out.append(_none_for(ids if isinstance(ids, str) else str(lead)))
                 continue
-            start = [] if piece.lead or self.bos is None or not ids else [self.bos]
+            start = [] if piece.lead or not ids else self.opening
             before = [*start, *lead[-(self.subject.context + 1 - self.stride) :]]
             out.append(Tokens(np.array([*before, *ids], dtype=np.int64), len(before)))
         return out
@@ -111,7 +111,7 @@ class Scored:
     """A block's rows, in the order of its documents, and of each piece its sums, and `why` it is skipped."""
 
     columns: dict[str, np.ndarray]
-    scored: np.ndarray  # (n,) bool: a first token without a begin-of-text token has no score
+    scored: np.ndarray  # (n,) bool: a first token with nothing before it has no score
     pieces: list[dict[str, Any]]
 
 

@@ -176,22 +176,19 @@ def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, 
     stride = config.stride or max(1, context // 2)
     if stride > context:
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
-    bos = _bos(config.bos, tokenizer)
+    opening = _opening(config.bos, tokenizer)
     device = device_of(config.device, rank)
     model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
     subject = Subject(model, source, tokenizer, device, context)
-    return Scorer(subject, stride, bos, config.batch_tokens, wanted(subject))
+    return Scorer(subject, stride, opening, config.batch_tokens, wanted(subject))
 
 
-def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
-    """The id to put before each document: by itself what the tokenizer puts there, as `logitless train` does."""
-    bos, opening = tokenizer.saved.bos_token_id, tokenizer.opening
+def _opening(wanted: str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """The ids to put before each text: by themselves what the tokenizer puts there, as `logitless train` does."""
+    bos = tokenizer.saved.bos_token_id
     if wanted == "yes" and bos is None:
         raise OptionError("--bos yes: the tokenizer has no begin-of-text token; use --bos no")
-    if wanted == "auto" and len(opening) > 1:
-        got = f"the {len(opening)} of {tokenizer.saved.decode(list(opening))!r}"
-        raise OptionError(f"--bos auto: expected one token at most before a text, got {got}; use --bos no")
-    return {"yes": bos, "no": None, "auto": next(iter(opening), None)}[wanted]
+    return {"yes": (bos,), "no": (), "auto": tokenizer.opening}[wanted]
 
 
 def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict[str, Any]:
@@ -199,7 +196,7 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
     files: dict[str, str] = {}
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
-    decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
+    decided = {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": [*scorer.opening]}
     decided |= {"a budget of bytes": config.memory_budget_bytes, "device": scorer.subject.device.type}  # of sums' order
     models = {"model": scorer.subject.source, **scorer.measure.others}
     read = identities(scorer.subject.tokenizer, models)

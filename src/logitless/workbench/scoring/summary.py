@@ -102,7 +102,8 @@ def merged(
     The parts stay where they are, unless there is no document or no score in them: that is a DataError, or a
     NotFiniteError where the model is the reason.
     """
-    options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": scorer.bos}
+    before = [*scorer.opening] if len(scorer.opening) > 1 else next(iter(scorer.opening), None)
+    options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": before}
     known = parts.manifest
     text = together(found for name, found in known.items() if name.startswith("the content of "))
     hashes = {"tokenizer": known["the tokenizer"], "text": text}

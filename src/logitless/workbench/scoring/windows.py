@@ -49,7 +49,7 @@ class Window:
 def windows(tokens: Tokens, piece: int, context: int, stride: int) -> Iterator[Window]:
     """The windows of a piece: `context` tokens are fed at most, and each window but the first scores `stride`."""
     n = len(tokens.ids)
-    end = min(n, context + 1)
+    end = min(n, max(context, tokens.before) + 1)  # an opening may be longer
     new = max(1, tokens.before)
     while new < n:
         window = Window(piece, max(0, end - context - 1), new, end)

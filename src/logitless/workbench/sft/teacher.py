@@ -103,19 +103,21 @@ class Teacher:
 
         So a student sees what the teacher saw; a longer document goes on in a row of its own, with less before it.
         """
-        documents, tokens, silent, foreign = [], [], 0, 0
-        start = [] if self.record.bos is None else [-1]  # no row: the last of the tokens below
+        start = self._own_start()
+        opening = np.arange(len(self.record.opening))
+        documents, tokens, silent, foreign = [], [start], 0, 0
         for first, read, scored in self.record.documents():
             ids = read if self.own_ids is None else self.own_ids[read]
             tokens.append(ids)
-            if not scored[1 - len(start) :].all() or len(read) + len(start) < 2:
+            unread = int(not len(opening))  # a first token without another before it
+            if not scored[unread:].all() or len(read) == unread:
                 silent += 1
             elif (ids < 0).any():
                 foreign += 1
             else:
-                rows = np.concatenate([start, np.arange(first, first + len(read))]).astype(np.int64)
-                documents.append(Example(rows, np.ones(len(rows), dtype=bool)))
-        count = plural(len(tokens), "document")
+                places = np.concatenate([opening, len(start) + np.arange(first, first + len(read))])
+                documents.append(Example(places, np.arange(len(places)) >= len(opening)))
+        count = plural(len(tokens) - 1, "document")
         what = {
             "without scores: left out": silent,
             "with tokens that the student has no entry for: left out": foreign,
@@ -128,20 +130,20 @@ class Teacher:
             found = "; ".join(remarks) or f"got {count}"
             expected = "two documents or more, one to train on and one to hold out"
             raise DataError(f"--teacher {self.record.path}: expected {expected}: {found}")
-        every = np.concatenate([*tokens, [self._own_start()]])
-        kept, held = (_packed(some, length, every) for some in chat.hold_out(documents))
+        every = np.concatenate(tokens)
+        kept, held = (_packed(some, length, every, len(start)) for some in chat.hold_out(documents))
         return kept, held, remarks
 
-    def _own_start(self) -> int:
-        """The student's id of what the teacher's documents begin with; any where they begin with nothing."""
-        bos = self.record.bos or 0
-        own = bos if self.own_ids is None else int(self.own_ids[bos])
-        if own < 0 and self.record.bos is not None:
+    def _own_start(self) -> np.ndarray:
+        """The student's ids of what the teacher's documents begin with; any id where they begin with nothing."""
+        opening = np.array(self.record.opening, dtype=np.int64)
+        own = opening if self.own_ids is None else self.own_ids[opening]
+        if len(lost := opening[own < 0]):
             raise DataError(
-                f"--teacher-ids {self.config.teacher_ids}: expected an entry of the student for id {bos}, which the "
-                "record's documents begin with, got none: add it, or score with --bos no"
+                f"--teacher-ids {self.config.teacher_ids}: expected an entry of the student for id {lost[0]}, which "
+                "the record's documents begin with, got none: add it, or score with --bos no"
             )
-        return max(0, own)
+        return own if len(own) else np.zeros(1, np.int64)
 
     def batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """A batch of `TaughtRows`: beside the text, at each position, the teacher's distribution of what comes next."""
@@ -306,17 +308,17 @@ class TaughtShardedTrainer(Taught, ShardedTrainer):
     """On ranks that share the weights too."""
 
 
-def _packed(documents: list[Example], length: int, every: np.ndarray) -> Stream:
-    """Documents, given as their rows in the record, in rows of `length` tokens, which `every` has by these numbers."""
-    # counted from 1, so that 0 is what fills a row; -1 then, as what has no row of the record is in `every`
+def _packed(documents: list[Example], length: int, every: np.ndarray, before: int) -> Stream:
+    """Documents, given as their places in `every`, in rows of `length` tokens, filled with its first one.
+
+    Of its tokens all but the `before` first have a row of the record, in this order.
+    """
     parts = [
-        Example(x.ids[i : i + length] + 1, x.said[i : i + length])
-        for x in documents
-        for i in range(0, len(x.ids), length)
+        Example(x.ids[i : i + length], x.said[i : i + length]) for x in documents for i in range(0, len(x.ids), length)
     ]
     stream, _ = chat.packed([part for part in parts if len(part.ids) > 1], length, 0)
-    rows = stream.ids.astype(np.int64) - 1
-    return Stream(every[rows].astype(np.uint32), stream.starts, stream.said, rows)
+    places = stream.ids.astype(np.int64)
+    return Stream(every[places].astype(np.uint32), stream.starts, stream.said, places - before)
 
 
 def _mean_tail(log_weights: Tensor, targets: Tensor) -> Tensor:
