@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from logitless.errors import ConfigError, DeviceError, LogitlessError, NotFiniteError, OptionError
+from logitless.errors import ConfigError, DataError, DeviceError, LogitlessError, NotFiniteError, OptionError
 from logitless.models.nsa.layers import attach
 from logitless.models.nsa.options import NSAOptions, saved_with_nsa
 from logitless.workbench.common.files import read_lines, write_lines
@@ -35,12 +35,15 @@ from logitless.workbench.grade.method import Method, Outcome, Task, gradient_var
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
+from logitless.workbench.grade.single import policy_of, set_up
 from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.runs.rundir import differing
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.integrations.tiny import TINY
 from tests.support.workbench.grading import of
 from tests.support.workbench.micro import micro_model
+
+QUIET = Console(quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +212,18 @@ def test_examples_are_of_the_entries_that_the_reward_model_has(small, tmp_path):
     run(of(small, "padded", model=str(model), max_steps=1))
     found = json.loads((small.root / "padded" / "completions.json").read_text())
     assert all(0 < example["reward"] < 1 for when in ("before", "after") for example in found[when])
+
+
+def test_rows_that_pad_the_policys_embedding_are_no_entries(small, tmp_path):
+    model = shutil.copytree(small.model, tmp_path / "model")
+    micro_model(vocab_size=300, initializer_range=0.2).save_pretrained(model)
+    config = of(small, "beyond", model=str(model), max_steps=1)
+    with pytest.raises(OptionError, match=r"--top-k 260: .* has a vocabulary of 259"):
+        run(dataclasses.replace(config, top_k=260))
+    config.output_dir.mkdir()
+    write_lines(config.output_dir / "prompts.jsonl", [{"split": name, "ids": [5, 299]} for name in SPLITS])
+    with pytest.raises(DataError, match="expected ids below 259"):
+        set_up(config, config.output_dir, *policy_of(config, QUIET), QUIET)
 
 
 def test_what_accumulates_is_the_mean_of_the_parts(small):

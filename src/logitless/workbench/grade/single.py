@@ -92,9 +92,10 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
         default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     check_steady(source.config, config.context_length, config.length_options)
-    if config.top_k > source.vocab_size:
-        raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
-    return source, load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
+    if config.top_k > tokenizer.size:  # rows behind pad the embedding
+        raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {tokenizer.size:,}")
+    return source, tokenizer
 
 
 def set_up(
@@ -110,7 +111,7 @@ def set_up(
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)
     reward, vocab_size = reward_of(config, place, model, tokenizer)
-    prompts = _prompts(place / PROMPTS_FILE, source.vocab_size)
+    prompts = _prompts(place / PROMPTS_FILE, vocab_size)
     frozen = None if config.lora_rank else copy.deepcopy(model).requires_grad_(False)
     method = method_of(Task(config, model, frozen, reward, vocab_size, tokenizer.eos_id))
     leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
