@@ -90,6 +90,15 @@ def test_what_is_promised_of_the_variance_holds_at_each_look():
     assert found["ste", "reinforce", "gradient variance"][0] == NOT_MET
 
 
+@pytest.mark.parametrize(("narrow", "wide", "verdict"), [(0.05, (0.01, 0.16), NOT_SHOWN), (0.08, (0.05, 0.5), NOT_MET)])
+def test_a_look_decides_by_its_interval(narrow, wide, verdict):
+    """The other look's mean is worse than 1/14, or better, and says nothing of this one's interval."""
+    found = verdicts(
+        ste=lambda n: {"variances": [narrow + 1e-4 * n, wide[n % 2]]}, reinforce=lambda n: {"variances": [1.0, 1.0]}
+    )
+    assert found["ste", "reinforce", "gradient variance"][0] == verdict
+
+
 def test_one_seed_shows_memory_alone():
     found = verdicts(seeds=1)
     assert {key for key, (verdict, _) in found.items() if verdict != NOT_SHOWN} == {
