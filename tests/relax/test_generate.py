@@ -89,8 +89,16 @@ def test_a_losss_own_backward_is_refused_where_it_leaves_sweeps_out():
         sampling = Sampling(steps, TAU, k=9, tolerance=0.0, **options)
         return generate(model.reader(), prompts, mask, seeds, sampling, reference=reference.reader())
 
-    with pytest.raises(GradientError, match=r"expected rollout\.backward\(loss\), which runs the backward sweeps"):
+    with pytest.raises(
+        GradientError, match=r"expected rollout\.backward\(loss\).*: zero the gradients, generate again"
+    ):
         made().kl.sum().backward()
+    rollout = made()  # with gradients of zero, as the message says
+    rollout.backward(rollout.kl.sum())
+    ways = [gradients(model)]
+    rollout = made(carry="cached")
+    rollout.backward(rollout.kl.sum())
+    assert distance(ways[0], gradients(model)) < 1e-9
     for whole in ({"carry": "cached"}, {"steps": 1}, {"most_sweeps": 0}):  # which have none
         made(**whole).kl.sum().backward()
         exact = gradients(model)

@@ -18,7 +18,7 @@ class Carried:
     The two are equal; what is missing is the gradient from each row that is read to where it was produced. With J the
     Jacobian of `produced` with respect to `rows`, strictly lower triangular in the steps, the gradient of a loss with
     respect to the rows is Σ_i (Jᵀ)ⁱ·g, g its gradient in the graph: T - 1 terms at most, each a backward sweep.
-    GradientError for a loss's own backward, which leaves them out.
+    GradientError for a loss's own backward, which leaves them out; `autograd.grad` of parameters isn't seen.
     """
 
     rows: Tensor  # (B, T - 1, H)
@@ -60,5 +60,6 @@ def _refuse(rows: Tensor) -> None:
     """Of rows whose gradient would end here: a function of no object, since what it held would not be freed with it."""
     raise GradientError(
         "expected rollout.backward(loss), which runs the backward sweeps, got a backward of the loss itself, whose "
-        "gradient stops at each token: call the former, or generate with carry='cached'"
+        "gradient stops at each token: zero the gradients, generate again and call the former, or generate with "
+        "carry='cached'"
     )
