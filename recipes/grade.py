@@ -88,7 +88,7 @@ else:
 judge.to(args.device).eval().requires_grad_(False)
 # With its adapters the model is the policy, without them the reference that the KL is measured to.
 policy = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).to(args.device).eval()  # no dropout
-vocab_size = len(tokenizer)  # rows behind, which pad an embedding, have no text
+vocab_size = max(tokenizer.get_vocab().values()) + 1  # rows behind, which pad an embedding, have no text
 reader, reference = reader_of(policy, vocab_size), reader_of(policy, vocab_size, without_adapters=True)
 judge_table = table_of(judge, vocab_size)
 

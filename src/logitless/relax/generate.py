@@ -27,7 +27,8 @@ class Reader:
 
     body(embeds (B, n, H), mask (B, m + n), past (m, X) or None) -> (hidden (B, n, H'), piece (n, X)): the states that
     the head is called with, after m positions whose keys and values are `past`, and these n positions' own keys and
-    values, flat. A wrapped causal LM gives one. table: (V, H) as `body` reads its rows; head: called for every use.
+    values, flat. table: (V, H) as `body` reads its rows; head: called for every use.
+    `integrations.transformers.soft_tokens.reader_of` makes one of a causal LM.
     """
 
     body: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]

@@ -71,6 +71,10 @@ def test_a_table_is_what_the_embedding_gives(name):
     model = TINY[name].build(VOCAB)
     for rows in (VOCAB, VOCAB - 7):
         torch.testing.assert_close(table_of(model, rows), model.get_input_embeddings()(torch.arange(rows)))
+    with pytest.raises(
+        ConfigError, match=f"vocab_size: expected {VOCAB} at most, the embedding's rows, got {VOCAB + 1}"
+    ):
+        reader_of(model, VOCAB + 1)
 
 
 def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused():

@@ -22,8 +22,9 @@ PROBES = 8  # rows of an embedding table that are compared with what its module 
 def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Reader:
     """A causal LM, wrapped by PEFT or not, as the `Reader` that `relax.generate` takes.
 
-    Dense equivalent: `body(embeds, mask, None)[0]` is `model.base_model(inputs_embeds=embeds).last_hidden_state`.
-    vocab_size: how many entries there are, such as the tokenizer's; rows of padding behind them do not exist.
+    Dense equivalent: `body(embeds, mask, None)[0]` is `model.base_model(inputs_embeds=embeds).last_hidden_state`, with
+    PEFT that of `model.get_base_model()`.
+    vocab_size: how many entries there are, such as the tokenizer's highest id + 1; rows of padding behind do not exist.
     without_adapters: the model that PEFT's adapters were put on. Where an embedding is trained, make it anew after each
     step. Raises ConfigError for an embedding that is not a table, and for a model whose layers do not all keep keys and
     values of one shape. Memory: no copy, but of the table where the model multiplies its rows (Gemma).
@@ -92,10 +93,12 @@ def table_of(model: Any, vocab_size: int) -> Tensor:
     """The first `vocab_size` rows of a model's embedding, as its body reads them: `relax.soft_embedding`'s table.
 
     Dense equivalent: `model.get_input_embeddings()(torch.arange(vocab_size))`, (V, H), without a copy unless the model
-    multiplies the rows (Gemma). Raises ConfigError where rows are not all that the embedding does.
+    multiplies the rows (Gemma). Raises ConfigError where it has fewer rows, or does more than look them up.
     """
     module = model.get_input_embeddings()
     weight = module.weight
+    if weight.shape[0] < vocab_size:
+        raise ConfigError(f"vocab_size: expected {weight.shape[0]:,} at most, the embedding's rows, got {vocab_size:,}")
     table = weight if weight.shape[0] == vocab_size else weight[:vocab_size]
     scale = float(getattr(module, "scalar_embed_scale", 1.0))
     ids = torch.arange(min(PROBES, vocab_size), device=table.device)
