@@ -10,6 +10,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,9 +176,18 @@ def test_prompts_of_text_are_not_closed(start, tmp_path, monkeypatch, method):
     micro_directory(tmp_path / "closing", "<s> $A </s>")
     for path in (tmp_path / "closing").glob("tokenizer*"):
         shutil.copy(path, model)
-    made = []
-    monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
+    made, read = [], []
+
+    def trainer(*parts: Any) -> Any:
+        made.append(trainer_of(*parts))
+        generate = made[0]._generate_single_turn
+        made[0]._generate_single_turn = lambda ids, *more: read.extend(ids) or generate(ids, *more)
+        return made[0]
+
+    monkeypatch.setattr(align, "trainer_of", trainer)
     run(replace(start, method=method, model=str(model), max_steps=1, output_dir=tmp_path / "run"), QUIET)
+    assert read
+    assert all(ids[0] == 1 and 2 not in ids for ids in read)
     text = "a</s>"
     assert made[0].processing_class(text)["input_ids"] == [1, 67, 2, 2]
     assert made[0]._tokenize_prompts([text]) == (prompt_ids([text], pretrained(str(model))), None, {})
