@@ -273,7 +273,7 @@ def results(out: Path | None, threads: int | None = None, **about: Any) -> Calla
     """What adds a row to a new result file, the machine's line before the first; without a file rows go nowhere.
 
     To be called before anything is measured: a file that exists is refused, and the machine's load is that of a start.
-    A run that fails before its first row leaves no file.
+    A run that fails before its first row leaves no file; two at once need two names.
     """
     if out is None:
         return lambda row: None

@@ -51,9 +51,12 @@ class Statistic:
         return 1 + looks_twice(self.sums)
 
 
-def from_uniform(kl: Array, logsumexp: Array) -> Array:
-    """KL(U‖p), which rounding may not make negative; NaN where no entry is possible, of which `logsumexp` is -inf."""
-    return kl.clip(0) + 0 * logsumexp
+def from_uniform(kl: Array, top: Array) -> Array:
+    """KL(U‖p), which rounding may not make negative; NaN where no entry is possible.
+
+    top: the maximum or the log-sum-exp, which are -inf there.
+    """
+    return kl.clip(0) + 0 * top
 
 
 def _log(size: Any) -> Any:

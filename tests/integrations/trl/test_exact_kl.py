@@ -122,7 +122,9 @@ def adapted(place):
 @pytest.mark.parametrize("adapters", [False, True])
 def test_no_reference_is_run_before_the_loss(untied, adapters, monkeypatch):
     trainer = runs.grpo(untied, adapted(untied) if adapters else None, beta=0.4)
+    forward = trainer.ref_model and trainer.ref_model.forward
     install(trainer, exact_kl=True)
+    assert (trainer.ref_model and trainer.ref_model.forward) == forward  # nobody scores with it
     scored, score = [], trainer._get_per_token_logps_and_entropies
 
     def scores(*args, **kwargs):

@@ -293,6 +293,17 @@ def test_weight_gradient_accumulates_in_fp32(loss, trainable, backend):
     assert ((got.double() - wanted).abs() <= slack).all()
 
 
+@pytest.mark.not_on("triton", reason="its interpreter truncates to bf16, where a GPU rounds")
+@pytest.mark.parametrize(("factor", "most"), [(1.0, 2e-3), (1 / 3, 3e-3), (0.997, 3e-3)])
+def test_a_bf16_loss_that_is_weighted_rounds_its_hidden_gradient_twice(factor, most, backend):
+    ops = operands((512,), 64, 1024, dtype=torch.bfloat16, bias=False).training("hidden")
+    (ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend=backend) * factor).backward()
+    exact = ops.to(torch.float64)
+    (dense_cross_entropy(exact.hidden, exact.head, ops.labels) * factor).backward()
+    off = ops.hidden.grad.double() - exact.hidden.grad
+    assert off.norm() <= most * exact.hidden.grad.norm()
+
+
 @pytest.mark.not_on("triton", reason="65,536 entries take minutes under the interpreter")
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize("budget", [None, 200_000])
