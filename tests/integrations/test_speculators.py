@@ -198,12 +198,19 @@ def test_what_would_be_of_hidden_states_is_refused():
     ours.install(model)
     x = model.lm_head(torch.randn(1, 3, H))
     assert x.shape == (1, 3, V)
-    assert x[:, 1:].shape == torch.roll(x, 1, dims=1)[:, :2].shape == (1, 2, V)
+    every = torch.ones(1, 3, dtype=torch.bool)
+    assert x[:, 1:].shape == torch.roll(x, 1, dims=1)[:, :2].shape == x[:, torch.tensor([2, 0]), :].shape == (1, 2, V)
+    assert x[0].shape == x[every].shape == x[every, :].shape == (3, V)
+    square = model.lm_head(torch.randn(1, H, H))
     for name, call in (
         ("softmax", lambda: x.softmax(-1)),
         ("argmax", lambda: torch.argmax(x, dim=-1, keepdim=True)),
         ("argmax", lambda: x.argmax()),
         ("__getitem__", lambda: x[..., :3]),
+        ("__getitem__", lambda: x[..., : H + 1]),
+        ("__getitem__", lambda: x[:, :, -H - 1 :]),
+        ("__getitem__", lambda: x[every, : H + 1]),
+        ("__getitem__", lambda: square[:, :, 0]),
         ("roll", lambda: torch.roll(x, 1, dims=-1)),
         ("roll", lambda: torch.roll(x[0], 1, dims=1)),
         ("roll", lambda: torch.roll(x, 1)),

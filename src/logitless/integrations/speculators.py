@@ -49,9 +49,12 @@ ARGMAX = (torch.argmax, Tensor.argmax)
 
 
 def _selected(hidden: Tensor, index: Any) -> Tensor | None:
-    """Rows of hidden states, None where the index cuts them."""
-    found = hidden[index]
-    return found if found.shape[-1:] == hidden.shape[-1:] else None
+    """Rows of hidden states, None where the index reaches into them, or might."""
+    parts = index if isinstance(index, tuple) else (index,)
+    # a mask takes as many dimensions as it has
+    taken = sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in parts)
+    reaches = any(p is Ellipsis for p in parts) or (taken >= hidden.dim() and parts[-1] != slice(None))
+    return None if reaches else hidden[index]
 
 
 def _rolled(hidden: Tensor, shifts: Any, dims: Any = None) -> Tensor | None:
