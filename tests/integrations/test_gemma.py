@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import sys
 import warnings
 
 import pytest
@@ -245,4 +246,8 @@ def test_errors(params):
 def test_another_gemma_is_an_error_that_names_versions(monkeypatch):
     monkeypatch.setattr(_prefill, "prefill", lambda *, model, top_k_logits: None)
     with pytest.raises(ConfigError, match=r"gemma 3\.3\.\d: prefill takes \(model, top_k_logits\), expected \(model, "):
+        importlib.reload(ours)
+    monkeypatch.setitem(sys.modules, "gemma.gm.text._prefill", None)
+    monkeypatch.delattr(gm.text, "_prefill")
+    with pytest.raises(ConfigError, match=r": gemma\.gm\.text\._prefill:prefill is gone; install 'gemma>"):
         importlib.reload(ours)

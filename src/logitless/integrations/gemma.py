@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gemma import gm  # pyright: ignore[reportMissingImports]
-from gemma.gm.text import _prefill, _sampler, _sampler_loop  # pyright: ignore[reportMissingImports]
+from gemma.gm.text import Sampler as GemmaSampler  # pyright: ignore[reportMissingImports]
 from jax import Array
 
 from ..errors import NotFiniteError, OptionError
@@ -49,7 +49,8 @@ HOST = Seam(
         f"{LOOP}:SamplerLoop._sample_step": ("self", "state", "params"),
     },
 )  # fmt: skip
-HOST.require()  # after gemma's imports, whose errors say which of its dependencies does not fit
+HOST.require()  # after its public sampler's import, whose errors say which of gemma's dependencies does not fit
+from gemma.gm.text import _prefill, _sampler, _sampler_loop  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 KEEP = 10
 
@@ -128,7 +129,7 @@ class SamplerLoop(_sampler_loop.SamplerLoop):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampler(gm.text.Sampler):
+class Sampler(GemmaSampler):
     """`gm.text.Sampler` with the k best entries, log-sum-exp, chosen logit and entropy of each step in its state.
 
     keep: k. Everything else, and the options of `sample`, is gemma's own; `sample(..., return_state=True).state` is a
