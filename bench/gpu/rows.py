@@ -17,7 +17,6 @@ from logitless.algebra.costs import fused_slices_of
 from logitless.sample import SamplingMask
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
 from logitless.vocab.backends.triton.tuned import table_for
-from logitless.vocab.devices import moves_blocks
 
 MIB = 1 << 20
 Step = peers.Step
@@ -348,12 +347,19 @@ def with_weights(step: Callable[[], Any], used: int = 1) -> Callable[[], Any]:
     return run
 
 
+def runs_weights() -> bool:
+    """Whether this GPU has the descriptors, and the shared memory, of the kernel that writes weights."""
+    return torch.version.hip is None and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 def ours_with_weights(row: Row, backend: str | None, used: int) -> Callable[[Case, Tensors], Step]:
     """The row with its weights written by the kernel of the products, or with slices of logits."""
 
     def build(case: Case, tensors: Tensors) -> Step:
-        if tensors["weight"].device.type != "cuda" or not moves_blocks(tensors["weight"]):
-            raise Absent("the kernel that writes weights needs a GPU of compute capability 9.0")
+        if tensors["weight"].device.type != "cuda":
+            raise Absent("the launch sizes that say who writes weights are a GPU's")
+        if used and not runs_weights():
+            raise Absent("the kernel that writes weights needs compute capability 9 or 10")
         return with_weights(ours(row, backend)(case, tensors), used)
 
     return build
