@@ -20,7 +20,8 @@ GRACE = 55.0  # seconds for what has begun
 MOST_SECONDS = 100.0  # of one method on one row; it is ended then
 FLOOR_ROUNDS = 3  # in which floors take turns, since a GPU that has been busy is slower
 GROSS = 0.1  # an error of ours that no rounding makes: in nats, or of a gradient's largest entry
-LARGEST = {"logprob": 5e-5}  # nats that fp32 sums of bf16 products may be off by: twice what an H200's were
+# nats that fp32 sums of bf16 products, and means of these, may be off by: twice what an H200's were
+LARGEST = dict.fromkeys(("logprob", "loss", "lse"), 5e-5)
 NOT_HERE = (Absent, ModuleNotFoundError, BackendError)  # not installed, or not for this device: nothing went wrong
 
 

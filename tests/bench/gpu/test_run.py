@@ -322,8 +322,10 @@ def test_a_call_that_hangs_is_ended_and_the_next_has_a_new_process():
 
 
 def test_ours_must_be_right_and_peers_alike():
-    truth = {"logprob": torch.tensor([-12.0, -3.0], dtype=torch.double), "grad_hidden": torch.ones(1)}
-    for name, little, rounding, nonsense in (("logprob", 4e-5, 2e-3, 12.0), ("grad_hidden", 0.01, 0.5, 1.0)):
+    values = torch.tensor([-12.0, -3.0], dtype=torch.double)
+    truth = {"logprob": values, "loss": -values.mean(), "lse": values, "grad_hidden": torch.ones(1)}
+    limits = dict.fromkeys(("logprob", "loss", "lse"), (4e-5, 2e-3, 12.0)) | {"grad_hidden": (0.01, 0.5, 1.0)}
+    for name, (little, rounding, nonsense) in limits.items():
         assert wrong("ours", truth, {name: little}) == ""
         assert wrong("ours", truth, {name: rounding}) == f"{name} is off by {rounding:.1e}"
         assert wrong("peer", truth, {name: rounding}) == ""
