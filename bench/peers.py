@@ -1,7 +1,7 @@
 """Who is measured: for each case, how to build a step. Peers' packages are imported only when one is built."""
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,6 +293,15 @@ METHODS: dict[str, tuple[Method, ...]] = dict.fromkeys(CASES, _ALWAYS) | {
 }
 
 
+def check_begun(starts: Sequence[str], methods: Mapping[str, Sequence[Method]]) -> None:
+    """Raises ValueError for a beginning that no method of all these cases, or rows, has."""
+    known = [m for found in methods.values() for m in found]
+    for start in starts:
+        if not any(m.begins(start) for m in known):
+            names = ", ".join(dict.fromkeys(shown(m.name) for m in known))
+            raise ValueError(f"no method of {', '.join(methods)} begins with {start!r}; they are {names}")
+
+
 def chosen(cases: Sequence[str], starts: Sequence[str], always: Container[str]) -> dict[str, list[Method]]:
     """By case, the methods whose names begin with one of `starts`, and those whose kind is in `always`.
 
@@ -300,9 +309,5 @@ def chosen(cases: Sequence[str], starts: Sequence[str], always: Container[str]) 
     """
     if unknown := [name for name in cases if name not in METHODS]:
         raise ValueError(f"unknown case {unknown[0]!r}; choose from {', '.join(METHODS)}")
-    known = [m for case in cases for m in METHODS[case]]
-    for start in starts:
-        if not any(m.begins(start) for m in known):
-            names = ", ".join(dict.fromkeys(shown(m.name) for m in known))
-            raise ValueError(f"no method of {', '.join(cases)} begins with {start!r}; they are {names}")
+    check_begun(starts, {case: METHODS[case] for case in cases})
     return {case: [m for m in METHODS[case] if m.kind in always or any(map(m.begins, starts))] for case in cases}

@@ -32,7 +32,7 @@ from bench.gpu.measure import GRACE, MOST_SECONDS, Apart, Subject, gpu_environme
 from bench.gpu.rows import FASTER, IN_A_GRAPH, IN_FP32, MIB, RIVAL, ROWS, Row, methods
 from bench.gpu.timing import Bench, Record
 from bench.harness import MB, read_lines, write_line
-from bench.peers import Method, shown
+from bench.peers import Method, check_begun
 from bench.run import describe
 
 CHECK_SHARE = 0.3  # of the seconds of `all`
@@ -95,11 +95,6 @@ def _ended(running: list["subprocess.Popen[bytes]"], deadline: float) -> list[in
     return [process.wait() for process in running]
 
 
-def group(method: Method) -> str:
-    """What a method and its variants are named by: what comes before the comma."""
-    return shown(method.name.partition(", ")[0])
-
-
 def table(options: argparse.Namespace, device: str) -> int:
     """The device's figures and every row into the file, ours of all rows before any peer; returns `show`'s status."""
     bench = Bench(device, time.monotonic() + options.seconds)
@@ -114,7 +109,7 @@ def table(options: argparse.Namespace, device: str) -> int:
             for row in (ROWS[name] for name in options.rows):
                 print(f"{row.name}: {row.title}, {row.tiny if options.tiny else row.shape}", flush=True)
                 for method in methods(row, backend):
-                    named = not options.methods or group(method) in options.methods
+                    named = any(map(method.begins, options.methods))
                     if method.kind in kinds and (method.kind == "floor" or named):
                         found = measured(subject, row, method, bench.deadline)
                         write_line(options.out, about(row, method.name, options.tiny, device) | found)
@@ -276,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"must not exist (default: {default})")
     parser.add_argument("--from", type=Path, dest="source", help="measure nothing: table and plot of this result file")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
-    parser.add_argument("--methods", default="", help="comma-separated, each with its variants; floors always run")
+    parser.add_argument("--methods", default="", help="comma-separated beginnings of names; the floors always run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it; what is left then is named")
     parser.add_argument("--calls", default="", help="that are profiled, comma-separated; all unless given")
@@ -288,10 +283,11 @@ def main(arguments: list[str] | None = None) -> int:
     options.rows = options.rows.split(",")
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; choose from {', '.join(ROWS)}")
-    options.methods = options.methods.split(",") if options.methods else []
-    groups = dict.fromkeys(group(m) for name in options.rows for m in methods(ROWS[name], None))
-    if unknown := [name for name in options.methods if name not in groups]:
-        parser.error(f"unknown method {unknown[0]!r}; choose from {', '.join(groups)}")
+    options.methods = options.methods.split(",")
+    try:
+        check_begun(options.methods, {name: tuple(methods(ROWS[name], None)) for name in options.rows})
+    except ValueError as error:
+        parser.error(str(error))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # this GPU's sizes are found anew, beside what the file says was tried before; toy shapes' are nobody's
     renews = options.what == "tune" and options.out is None and device == "cuda" and not options.tiny

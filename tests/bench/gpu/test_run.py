@@ -503,7 +503,7 @@ def test_the_correctness_suite_needs_no_pytest():
     ("arguments", "line"),
     [
         (("--rows", "los"), "unknown row 'los'"),
-        (("--methods", "logitless,lige"), "unknown method 'lige'"),
+        (("--methods", "logitless,Lig,Lager", "--rows", "loss"), "no method of loss begins with 'Lager'; they are"),
         (("--out", __file__), "exists already"),
         (("--out", __file__, "check"), "exists already"),
         (("tune", "--tiny"), "sizes/interpreter.json exists already"),
