@@ -266,6 +266,19 @@ def test_a_saved_model_of_a_hub_id_comes_back(tmp_path, monkeypatch):
         load_parameters(AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa"), "some/other")
 
 
+def test_of_a_hub_id_the_weights_of_its_folder_alone_are_fetched(tmp_path, monkeypatch):
+    model, ids = model_and_ids()
+    model.save_pretrained(tmp_path / "inner")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "inner", dtype=torch.float64, attn_implementation="sdpa")
+    patterns = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: patterns.append(allow_patterns) or tmp_path
+    )
+    found = load_parameters(plain, "some/sparse", subfolder="inner/")
+    assert patterns == ["inner/*.safetensors"]
+    torch.testing.assert_close(found(ids).logits, model(ids).logits)
+
+
 def test_weights_without_nsa_are_named(tmp_path):
     model, _ = model_and_ids()
     state = {name: tensor for name, tensor in model.state_dict().items() if ".nsa." not in name}

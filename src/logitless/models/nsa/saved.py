@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import safe_open
@@ -50,7 +50,8 @@ def _directory(name: str | Path, subfolder: str = "", **options: Any) -> Path:
     if Path(name).is_dir():
         return Path(name, subfolder)
     where = {option: options[option] for option in WHERE if option in options}
+    wanted = PurePosixPath(subfolder, "*.safetensors").as_posix()
     try:
-        return Path(snapshot_download(str(name), allow_patterns="*.safetensors", **where), subfolder)
+        return Path(snapshot_download(str(name), allow_patterns=wanted, **where), subfolder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: its weights cannot be had: {in_one_line(error)}") from None

@@ -76,7 +76,7 @@ def _reference_like_the_policy() -> Iterator[None]:
 
     def load(name: str, **options: Any) -> Any:
         model = create_model_from_path(name, kind, **options)
-        return load_parameters(model, name) if saved_with_nsa(model.config) else model
+        return load_parameters(model, name, **options) if saved_with_nsa(model.config) else model
 
     with ExitStack() as patches:
         for module in (dpo_trainer, grpo_trainer, rloo_trainer):
