@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..workbench.align.config import METHODS, AlignConfig
 from ..workbench.common.files import read_lines
+from ..workbench.common.launch import launched_ranks
 from ..workbench.common.options import require
 from ..workbench.common.written import METRICS_FILE, PROMPTS_FILE, REWARD, ROWS_FILE
 from ..workbench.grade.config import GRADE_METHODS, GradeConfig
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     got = f"{method}; did you mean {near[0]}?" if near else method
     require(method is None or method in every, "method", f"one of {', '.join(every)}", got)
     config = parse(arguments)
-    check_inputs(config.model, "align", still_read(config.data, config.resume, ROWS_FILE))
+    if launched_ranks() == 1:  # several look once they have met, so that all say what one of them misses
+        check_inputs(config.model, "align", still_read(config.data, config.resume, ROWS_FILE))
     with stoppable(lambda: how_to_go_on(config.resume, "align")):
         from ..workbench.align.report import show
         from ..workbench.align.run import run

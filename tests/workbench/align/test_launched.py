@@ -8,6 +8,7 @@ from logitless.workbench.common.files import read_lines
 from tests.support.integrations.tiny import TINY
 from tests.support.workbench.micro import micro_directory
 from tests.support.workbench.processes import finished, flags
+from tests.workbench.sft.test_ranks import launch
 
 ALIGN = ("logitless.cli", "align")
 pytestmark = pytest.mark.slow
@@ -25,6 +26,19 @@ def test_torchrun_with_two_ranks(start, tmp_path, method):
     out = finished(*launch, *options, "--output-dir", tmp_path / "two")
     assert out.count("held-out rows:") == 1
     assert steps(tmp_path / "two") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--model=nowhere.json"], "(rank 1 of 2)"), (["--data=nowhere"], ""), ([], "no such file or directory")],
+)
+def test_every_rank_says_what_is_wrong(start, tmp_path, more, message):
+    """But for --data, which the first one alone reads."""
+    data = start.data if more else str(tmp_path / "nowhere")
+    given = ["align", *flags(replace(start, data=data, max_steps=1)), "--output-dir", tmp_path / "run"]
+    status, written = launch(2, *(["DIFFER", *more] if more else []), *given)
+    assert (status == 0) == (not message), written[-4000:]
+    assert written.count("logitless: ") == written.count(message) == 2 if message else True, written[-4000:]
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])

@@ -26,7 +26,7 @@ from ..runs import examples
 from ..runs.callbacks import Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
-from ..runs.ranks import first, lost
+from ..runs.ranks import first, lost, together
 from ..runs.rundir import as_begun, claim, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trainer import model_facts, on_processors, quiet, save_model
@@ -66,15 +66,19 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     PartialState(cpu=on_processors(config))
     if config.resume is None:  # a run that goes on had its model
         default_model(config.model, config.device, console)
-    source = resolve_trained(config.model, "align")
-    tokenizer = load_tokenizer(source)
     place = config.resume
     with lost(lambda: how_to_go_on(place, "align")):
+        source, tokenizer = together(lambda: _found(config))
         place = first(lambda: claim(config, config.method))
         with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
             # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
             warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
             return _placed(config, place, source, tokenizer, console)
+
+
+def _found(config: AlignConfig) -> tuple[ModelSource, TextTokenizer]:
+    source = resolve_trained(config.model, "align")
+    return source, load_tokenizer(source)
 
 
 def _placed(
