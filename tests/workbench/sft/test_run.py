@@ -249,7 +249,7 @@ class TestShortRuns:
         resume(place)
         assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
 
-    def test_a_signal_in_the_last_step_is_one_too(self, micro, finished, tmp_path, monkeypatch):
+    def test_a_signal_in_the_last_step_is_one_too(self, micro, finished, heard, tmp_path, monkeypatch):
         """Else what trains a model first, and goes on with it, would go on."""
         place = tmp_path / "stopped"
         at_step(monkeypatch, micro.config.max_steps - 1, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -429,6 +429,14 @@ def test_the_default_run_loads_in_transformers(tmp_path):
 
 def resume(place: Path) -> dict:
     return run(replace(stored(place, TrainConfig()), resume=place), QUIET)
+
+
+@pytest.fixture
+def heard():
+    """SIGINT is not ignored, as it is where a shell has put the tests into the background."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 def at_step(monkeypatch, step: int, act) -> None:
