@@ -100,12 +100,11 @@ class Machine:
 
     def weighing(self, launch: Launch) -> float:
         """Seconds of a product that writes weights, or sums, but no logits; a second launch's programs end."""
-        a = launch.arguments
-        if a["AGAIN"]:
+        product = own_product(launch)
+        if product is None:
             return self.launch + self.ends * launch.programs / self.processors
-        numbers = a["n"] * a["width"]
-        written = 2 * numbers * a["WEIGHS"]  # bytes
-        return 2 * numbers * a["depth"] / self.rate_own + self.shown * written / self.bandwidth
+        written = product.rows * product.columns * product.result
+        return product.flop / self.rate_own + self.shown * written / self.bandwidth
 
     def in_graph(self) -> Machine:
         """The same for what a CUDA graph launches."""
@@ -122,6 +121,14 @@ class Machine:
         return self.kernel(event, counted.get(event.key))
 
 
+def own_product(launch: Launch) -> Product | None:
+    """What the kernel of the products multiplies; None of others, and of its second launch, whose programs end."""
+    a = launch.arguments
+    if launch.name != "weigh_products" or a["AGAIN"]:
+        return None
+    return Product(a["n"], a["width"], a["depth"], operand=2, result=2 * a["WEIGHS"])
+
+
 def traffic(launch: Launch) -> tuple[int, int]:
     """(entries, bytes) that a kernel goes over; (0, 0) for those of a few numbers, which cost their launch."""
     a = launch.arguments
@@ -135,8 +142,7 @@ def traffic(launch: Launch) -> tuple[int, int]:
     if launch.name == "weigh_plain_slice":
         rows = launch.grid[0] * a["ROWS"]
         return rows * a["width"], rows * a["width"] * (size("raw") + size("weights"))
-    if launch.name == "weigh_products" and not a["AGAIN"]:  # the second launch's programs look at little and end
-        product = Product(a["n"], a["width"], a["depth"], operand=2, result=2 * a["WEIGHS"])
+    if (product := own_product(launch)) is not None:
         return product.rows * product.columns, product.nbytes
     if launch.name == "rescale":
         numbers = int(MOVED * launch.grid[0] * a["width"])
@@ -173,17 +179,15 @@ def traffic(launch: Launch) -> tuple[int, int]:
 
 def shared_bytes(event: Event, machine: Machine) -> int:
     """Bytes that the tiles of a product, the library's or our own, read through the second-level cache."""
-    if isinstance(event, Launch) and event.name == "weigh_products" and not event.arguments["AGAIN"]:
-        a = event.arguments
-        tiles = -(-a["n"] // a["ROWS"]) * -(-a["width"] // a["BLOCK"])
-        return tiles * (a["ROWS"] + a["BLOCK"]) * a["depth"] * 2
-    return _of_tiles(event, machine) if isinstance(event, Product) else 0
-
-
-def _of_tiles(p: Product, machine: Machine) -> int:
-    tiles = machine.tiling(p)[0]
-    area = p.rows * p.columns / max(1, tiles)
-    return int(tiles * 2 * math.sqrt(area) * p.depth * p.operand)
+    if isinstance(event, Product):
+        tiles = machine.tiling(event)[0]
+        area = event.rows * event.columns / max(1, tiles)
+        return int(tiles * 2 * math.sqrt(area) * event.depth * event.operand)
+    if not isinstance(event, Launch) or (product := own_product(event)) is None:
+        return 0
+    rows, columns = event.arguments["ROWS"], event.arguments["BLOCK"]
+    tiles = -(-product.rows // rows) * -(-product.columns // columns)
+    return tiles * (rows + columns) * product.depth * product.operand
 
 
 def with_measured(machine: Machine, file: Path) -> Machine:
