@@ -26,7 +26,7 @@ from ..runs import examples
 from ..runs.callbacks import Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
-from ..runs.ranks import first, lost, together
+from ..runs.ranks import agree, first, lost, together
 from ..runs.rundir import as_begun, claim, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trainer import model_facts, on_processors, quiet, save_model
@@ -69,6 +69,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     place = config.resume
     with lost(lambda: how_to_go_on(place, "align")):
         source, tokenizer = together(lambda: _found(config))
+        agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
         place = first(lambda: claim(config, config.method))
         with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
             # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
