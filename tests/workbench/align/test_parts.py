@@ -371,14 +371,14 @@ class TestData:
         rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
         assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
 
-    @pytest.mark.parametrize("rewards", ["m:f", None])
+    @pytest.mark.parametrize("rewards", ["m:f", "python_lines", None])
     @pytest.mark.parametrize("method", ["grpo", "rloo", "intuitor", "dpo"])
     def test_the_columns_beside_messages_are_the_rewards(self, talker, tmp_path, method, rewards):
         asked, said = json.loads(ASKED), json.loads(SAID)
         path = tmp_path / "rows.jsonl"
         path.write_text((json.dumps({"messages": asked + said, "answer": 4}) + "\n") * 4)
         train, held = rows_of(config(path, method=method, rewards=rewards), talker, 2)
-        own = {"completion": said} if method == "dpo" else {"answer": 4} if rewards else {}
+        own = {"completion": said} if method == "dpo" else {"answer": 4} if rewards == "m:f" else {}
         assert all(row == {"prompt": asked, **own} for row in [*train, *held])
 
     @pytest.mark.parametrize(("method", "rewards", "said"), [("grpo", "m:f", 1), ("grpo", None, 0), ("dpo", None, 0)])

@@ -12,6 +12,7 @@ import torch
 from ...errors import ConfigError, DataError
 from ...units import plural
 from ..common.files import read_lines, readable, write_lines
+from ..common.options import code_named
 from ..common.written import ROWS_FILE
 from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
@@ -179,7 +180,8 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer, remark: Remark) -> tup
     if columns == PAIR and "completion" in rows[0] and "chosen" not in rows[0]:
         columns = ANSWERED
     every: list[Row] = [*rows, *(held or [])]
-    rewarded = config.kind.rollouts and config.rewards  # by functions that are given the other columns
+    # Functions of a user's own are given the other columns.
+    rewarded = config.kind.rollouts and code_named(config.to_dict())
     for i, row in enumerate(every):
         _check_row(row, columns, f"--data {config.data}: row {i}")
         _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
