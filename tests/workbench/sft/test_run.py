@@ -345,6 +345,24 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     assert summary["held_out_loss_after"] == pytest.approx(finished[1]["held_out_loss_after"], rel=1e-5)
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_run_of_a_model_of_experts_goes_on(micro, tmp_path):
+    """Whose tensors have other names in files than in the model, where all experts are one."""
+    model, place = micro_directory(tmp_path / "moe", **EXPERTS), tmp_path / "run"
+    run(replace(micro.config, model=str(model), max_steps=4, output_dir=place), QUIET)
+    shutil.copytree(place, tmp_path / "killed")
+    for name in ("checkpoint-4", "model"):
+        shutil.rmtree(tmp_path / "killed" / name)
+    resume(tmp_path / "killed")
+    assert losses(tmp_path / "killed") == losses(place)
+    saved, again = ((x / "model" / "model.safetensors").read_bytes() for x in (place, tmp_path / "killed"))
+    assert saved == again
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in tensors(place)
+
+
 def test_a_single_step_learns(micro, tmp_path, unmeasured):
     """Its warm-up is no step at a rate of 0."""
     summary = run(replace(micro.config, max_steps=1, output_dir=tmp_path / "run"), Console(quiet=True))

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ...integrations.transformers.lm_head import replaced
 from ..sources.model import check_complete, check_used
 from .checkpoints import readable
+
+
+def save_as_trained(trainer: Any) -> None:
+    """Has a trainer write checkpoints with the tensors that the model has, as Trainer reads them.
+
+    Files to be used have others, such as each expert's own; so has what the run saves in the end.
+    """
+    model, save = trainer.model, trainer._save
+    if not isinstance(model, PreTrainedModel):  # adapters, which PEFT saves
+        return
+    as_it_is = partial(model.save_pretrained, save_original_format=False)
+
+    def saved(*given: Any, **more: Any) -> None:
+        with replaced(model, "save_pretrained", as_it_is):
+            save(*given, **more)
+
+    trainer._save = saved
 
 
 def refuse_incomplete(trainer: Any) -> None:
