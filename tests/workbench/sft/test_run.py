@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from logitless.errors import NotFiniteError, OptionError
+from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.common.written import WRITTEN
@@ -361,6 +361,23 @@ def test_a_run_of_a_model_of_experts_goes_on(micro, tmp_path):
     saved, again = ((x / "model" / "model.safetensors").read_bytes() for x in (place, tmp_path / "killed"))
     assert saved == again
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in tensors(place)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_options_that_are_refused_do_not_stay(micro, tmp_path):
+    """Those that only the model itself can refuse; a run that is refused as it begins has no others."""
+    model = micro_directory(tmp_path / "moe", **EXPERTS)
+    config = replace(micro.config, model=str(model), output_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="--mlp-tiles needs dense MLPs"):
+        run(replace(config, mlp_tiles=2, max_steps=2), QUIET)
+    place = tmp_path / "run"
+    run(replace(config, output_dir=None, resume=place, max_steps=2), QUIET)
+    before = (place / RUN_FILE).read_bytes()
+    further = replace(stored(place, TrainConfig()), resume=place, max_steps=4)
+    with pytest.raises(ConfigError, match="--mlp-tiles needs dense MLPs"):
+        run(replace(further, mlp_tiles=2), QUIET)
+    assert (place / RUN_FILE).read_bytes() == before
+    assert run(further, QUIET)["steps"] == 4
 
 
 def test_a_single_step_learns(micro, tmp_path, unmeasured):

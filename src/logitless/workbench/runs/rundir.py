@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..common.files import (
     readable,
     remove_all_leftovers,
     remove_whole,
+    write_text,
 )
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
@@ -119,6 +120,22 @@ def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str,
     own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps}
     own |= {"files": files, "inputs": dict(inputs)}
     write_sealed(place / RUN_FILE, {**own, **begun, "config": config.to_dict()})
+
+
+@contextmanager
+def options_kept(place: Path) -> Iterator[None]:
+    """Puts run.json back as it was where what follows refuses to go on with the options that it has since.
+
+    A checkpoint that was made with them keeps them; so does a new run, which has no others.
+    """
+    path, found = place / RUN_FILE, last_checkpoint(place)
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    try:
+        yield
+    except (OptionError, ConfigError, DataError):
+        if before is not None and last_checkpoint(place) == found:
+            write_text(path, before)
+        raise
 
 
 def ranks_at_start(place: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
-from ..runs.rundir import claim, name_of, ranks_at_start, record
+from ..runs.rundir import claim, name_of, options_kept, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments, model_facts, on_processors, quiet, save_model
@@ -103,7 +104,7 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
         known = {} if teacher is None else {"record": teacher.record.identity, **teacher.inputs()}
         agree(vocabulary=(found.source.vocab_size, found.tokenizer.size), **known, **config.to_dict())
         place = first(lambda: claim(config, name_of(config.model)))
-        with explained(place, "train"):
+        with explained(place, "train"), options_kept(place) if state.is_main_process else nullcontext():
             return _placed(config, place, found, console)
 
 
