@@ -242,7 +242,7 @@ def test_a_run_that_ends_before_its_page_makes_it_anew(micro, near, whole, tmp_p
     summary = run(config)
     assert json.loads(config.json.read_text()) == summary
     assert same(tmp_path / "e", expected)
-    with pytest.raises(OptionError, match="exists already"):
+    with pytest.raises(OptionError, match=r"^--out .*/tokens.parquet, .* exist already: remove them, or choose"):
         run(config)
 
 
@@ -349,6 +349,17 @@ def test_documents_are_not_written_over(micro, tmp_path):
             options(micro, tmp_path / "texts", place).check()
         shutil.rmtree(place)
     options(micro, tmp_path, tmp_path / "texts").check()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_lies_in_the_folder_is_not_written_over(micro, tmp_path, name):
+    """As an evaluation of tasks, or a page of somebody's own."""
+    place = tmp_path / "e"
+    place.mkdir()
+    (place / name).write_text("mine")
+    with pytest.raises(OptionError, match=f"^--out {place / name} exists already: remove it, or choose another$"):
+        run(options(micro, corpus(tmp_path / "a.jsonl", 2), place))
+    assert {path.name: path.read_text() for path in place.iterdir()} == {name: "mine"}
 
 
 @pytest.mark.parametrize(("data", "out"), [("corpus", "."), ("corpus/texts", "corpus"), ("corpus", "corpus")])

@@ -53,7 +53,7 @@ def test_a_table_for_people_and_json_for_machines(micro, tmp_path, capsys):
     assert "docstrings_choice" in shown
     assert "docstrings_choice" in (out / "page.html").read_text()
     assert sorted(p.name for p in out.iterdir()) == FILES
-    with pytest.raises(OptionError, match="exists already"):
+    with pytest.raises(OptionError, match="exist already: remove them"):
         run(options(micro, out))
 
 

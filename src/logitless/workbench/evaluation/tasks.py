@@ -65,7 +65,7 @@ def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[s
     model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
     parts = Parts(config.place)
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
-        if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
+        if rank == 0 and parts.open(_manifest(config, source, tokenizer), config.at_out()):
             say(console, f"going on with the unfinished run in {parts.folder}")
         sum_over_ranks(0)  # the folder is there
         reset_peak(device)

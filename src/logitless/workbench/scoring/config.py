@@ -97,6 +97,10 @@ class TextOptions:
         """The files that are written, one, several or None, by the names of their options."""
         raise NotImplementedError
 
+    def at_out(self) -> list[Path]:
+        """The file that --out names, or those that its folder gets."""
+        return [path for _, path in each_path({"out": self.outputs()["out"]})]
+
     def written(self) -> list[Path]:
         """The files that are written; standard output is none."""
         return [path for _, path in each_path(self.outputs()) if str(path) != "-"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +73,19 @@ class Parts:
             with suppress(OSError):  # that it holds parts, or is gone
                 self.folder.rmdir()
 
-    def open(self, manifest: dict[str, Any]) -> bool:
-        """Begins, or goes on with, a run of these options, `locked`; whether there was one. Raises OptionError."""
+    def open(self, manifest: dict[str, Any], outputs: Iterable[Path]) -> bool:
+        """Begins, or goes on with, a run of these options, `locked`; whether there was one. Raises OptionError.
+
+        outputs: what --out stands for, of which nothing may be there before a run begins.
+        """
         path = self.folder / PARTS_MANIFEST
         if os.path.lexists(path):
             self._check_same(self.manifest, manifest)
             return True
-        if self.place.exists():
+        if there := [str(output) for output in outputs if output.exists()]:
             remove_leftovers(self.folder)  # of a run that was killed at its very end
-            raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
+            exist, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
+            raise OptionError(f"--out {', '.join(there)} {exist} already: remove {them}, or choose another")
         write_json(path, manifest)
         return False
 

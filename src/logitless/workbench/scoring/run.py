@@ -132,7 +132,7 @@ def _measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: 
     parts = Parts(config.place)
     documents = Documents(Path(config.data or ""), scorer.subject.context, (*config.written(), parts.folder))
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
-        if rank == 0 and parts.open(_manifest(config, scorer, documents)):
+        if rank == 0 and parts.open(_manifest(config, scorer, documents), config.at_out()):
             say(console, f"going on with the unfinished run in {parts.folder}")
         sum_over_ranks(0)
         reset_peak(scorer.subject.device)
