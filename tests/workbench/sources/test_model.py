@@ -12,7 +12,7 @@ from logitless.errors import ConfigError
 from logitless.models.catalog import fields_of
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sources.model import build, check_model, load_model, resolve, resolve_trained
-from tests.support.workbench.micro import micro_model
+from tests.support.workbench.micro import micro_directory, micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -112,6 +112,17 @@ def test_many_tensors_are_named_and_counted(tmp_path):
     micro_model().config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"its weights lack lm_head.weight, .* and \d\d more, which its config"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt_neox_japanese"])
+def test_a_decoder_whose_configuration_says_that_it_is_none(tmp_path, kind):
+    """As Pythia's; no token changes what was predicted before it."""
+    path = micro_directory(tmp_path, model_type=kind)
+    model = load_model(resolve(str(path))).eval()
+    assert not model.config.is_decoder
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[:, :5]).logits, model(ids).logits[:, :5])
 
 
 def test_a_model_that_sees_what_follows(tmp_path):

@@ -24,6 +24,7 @@ from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 WHOLE = ("I", "U", "BOOL")  # with which safetensors' names of dtypes begin that are not of floating point
+DECODERS = ("gpt_neox", "gpt_neox_japanese")  # beside encoders, the only configurations that call themselves none
 DROPOUT = ("dropout", "pdrop")  # with which configurations' names of probabilities end
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
@@ -300,7 +301,7 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         "attn_implementation": attention if attention in ("sdpa", "eager") else None,
         "trust_remote_code": False,
     }
-    encodes = getattr(wanted, "is_decoder", True) is False  # what configurations of encoders alone say
+    encodes = getattr(wanted, "is_decoder", True) is False and wanted.model_type not in DECODERS
     if encodes or getattr(wanted, "is_encoder_decoder", False):
         kind = (wanted.architectures or [wanted.model_type])[0]
         raise ConfigError(
