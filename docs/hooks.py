@@ -85,6 +85,15 @@ def too_wide(html: str, columns: int) -> list[str]:
     return [line for line in lines if len(line) > columns]
 
 
+def check_columns(html: str, meta: dict[str, Any], page: str) -> None:
+    """PluginError for a rendered page, of this metadata and name, with code that does not fit."""
+    columns = WHOLE_COLUMNS if "toc" in meta.get("hide", ()) else COLUMNS
+    if wide := too_wide(html, columns):
+        raise PluginError(
+            f"{page}: {columns} columns of code fit, {len(wide)} lines have more: {wide[0]}"
+        )
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     for place, boost in BOOSTS.items():
         if page.file.src_uri.startswith(place):
@@ -95,11 +104,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    columns = WHOLE_COLUMNS if "toc" in page.meta.get("hide", ()) else COLUMNS
-    if wide := too_wide(html, columns):
-        raise PluginError(
-            f"{page.file.src_uri}: {columns} columns of code fit, {len(wide)} lines have more: {wide[0]}"
-        )
+    check_columns(html, page.meta, page.file.src_uri)
     if page.file.src_uri == "api.md" and (missing := undocumented(html)):
         raise PluginError(f"public names without documentation on api.md: {', '.join(missing)}")
     if page.file.src_uri == "api.md" and (wrong := [*twice(html), *code_as_prose(html)]):

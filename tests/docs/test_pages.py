@@ -4,10 +4,16 @@ one namespace.
 
 import ast
 import re
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from markdown import Markdown
+from mkdocs.config import load_config
+from mkdocs.exceptions import PluginError
+from mkdocs.utils.meta import get_data
 
 import logitless.errors
 from docs import hooks
@@ -78,6 +84,28 @@ def test_pages_import_public_names_or_say_that_they_do_not(page):
     names = set().union(*(imported(found[1]) for found in ANY_BLOCK.finditer(text)))
     private = {name for name in names if not is_public(name, documented)}
     assert not private or "not public" in " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Iterator[Callable[[str], str]]:
+    """Markdown as the site has it, but for the API page's docstrings."""
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    converter = Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+    with chdir(ROOT):  # by which snippets are found
+        yield lambda text: converter.reset().convert(text)
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES[1:]])
+def test_code_fits_its_column(page, rendered):
+    text, meta = get_data(page.read_text("utf-8"))
+    hooks.check_columns(rendered(text), meta, page.name)
+
+
+def test_code_that_does_not_fit_is_found(rendered):
+    text, meta = get_data("---\nhide: [toc]\n---\n```python\n" + "x" * 101 + "\n```\n")
+    hooks.check_columns(rendered(text), meta, "page")
+    with pytest.raises(PluginError, match="page: 100 columns of code fit, 1 lines have more: xxx"):
+        hooks.check_columns(rendered(text), {}, "page")
 
 
 def placeholders(text: str) -> list[str]:
