@@ -117,6 +117,13 @@ def test_adapters_have_exactly_pefts_parameters(variant):
     assert {p.dtype for p in adapted} == {torch.float32}
 
 
+def test_adapters_on_the_layers_of_gpt2_are_made_without_a_word():
+    """Here a warning is an error: PEFT's is of an option that it then sets itself."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2))
+    adapted = [name for name, p in with_adapters(model, 2).named_parameters() if p.requires_grad]
+    assert any("c_attn.lora_A" in name for name in adapted)
+
+
 def test_a_family_outside_of_the_catalogue_is_counted_by_transformers(tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512}
     config = {"model_type": "gpt_neox", **sizes, "intermediate_size": 96}

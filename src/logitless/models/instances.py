@@ -74,4 +74,5 @@ def with_adapters(model: Any, rank: int) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # PEFT 0.21 asks for this name
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # its own, of experts
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)  # it then sets it, for GPT-2's layers
         return get_peft_model(model, lora)
