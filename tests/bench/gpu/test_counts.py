@@ -85,17 +85,22 @@ HOT = (
     "draw_tokens",
 )  # fmt: skip
 CHECKS_SETS = ("sets", "sets-gradient")  # by asking the device
-# of weights, persistent, where a processor has no room for them: off there, as wherever nobody has measured it
+# of sums and of weights, persistent, for which a processor has too few registers: off there, where nobody has measured
 SPILLS = {(100, "weigh_products")}
 
 
 def counted(capability, calls, hot=()):
     """What the program finds; of kernels those that are named, or all."""
+    return json.loads(compiling("-c", PROGRAM, json.dumps([capability, list(calls), hot]))[-1])
+
+
+def compiling(*arguments):
+    """The lines that Python prints where Triton has its compiler."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([capability, list(calls), hot])]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +280,22 @@ def test_the_kernel_of_the_products_reads_the_head_and_writes_weights(name, foun
 
 def test_the_host_waits_once_a_call(found):
     assert {name: x["waits"] for name, x in found["calls"].items() if x["waits"] > 1}.keys() == set(CHECKS_SETS)
+
+
+FORMS = """
+from bench.gpu.counts.forms import described, forms
+for sizes, kernel in forms("sums", 90, ((128, 128, 64, 8, 4),)):
+    print(kernel.kernel, *kernel.switches, described(sizes, kernel), sep=" | ")
+"""
+
+
+def test_each_form_that_tuning_tries_is_compiled_with_its_sizes():
+    persistent, apart = compiling("-c", FORMS)
+    assert persistent.startswith("weigh_products | LABEL | WITH_T | PERSISTENT | ROWS | BLOCK | INNER | 128 tokens")
+    assert apart.startswith("weigh_products | LABEL | WITH_T | ROWS | BLOCK | INNER | 128 tokens")
+    assert "4 stages, persistent: " in persistent
+    assert "4 stages, a block a program: " in apart
+    assert all(" 0 spills, 13" in line and "too much" not in line for line in (persistent, apart))
 
 
 def test_sets_launch_few_kernels_and_gather_rows_alone(found):
