@@ -105,7 +105,8 @@ class Trial:
             step()
             self.bench.wait()
         except Exception as error:  # too much shared memory, say: this size is not for this device
-            print(f"    passed over: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}")
+            print(f"    passed over: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}", flush=True)
+            self.bench.wait()  # raises where it has broken the device for this process: then nothing more can be tried
             return float("inf")
         once = self.bench.seconds_of(step, 1)
         calls = max(1, min(20, round(0.05 / max(once, 1e-6))))

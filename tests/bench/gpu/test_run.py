@@ -119,6 +119,66 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
     assert any("off by one" in line.get("error", "") for line in lines)
 
 
+def test_a_file_that_cannot_be_imported_is_a_case_that_fails(tmp_path):
+    from tests.support.vocab import triton_run  # which needs Triton
+
+    (tmp_path / "test_broken.py").write_text("import a_package_that_is_not_here")
+    (tmp_path / "test_whole.py").write_text("def test_right(device): pass")
+    cases = triton_run.collected(tmp_path)
+    assert list(cases) == ["test_broken.py", "test_whole.py::test_right"]
+    how, why = triton_run.outcome(cases["test_broken.py"], "cpu")
+    assert (how, "a_package_that_is_not_here" in why) == ("FAILED", True)
+    assert triton_run.outcome(cases["test_whole.py::test_right"], "cpu") == ("ok", "")
+
+
+def test_a_case_that_breaks_the_device_is_the_last_of_its_process(tmp_path, monkeypatch):
+    """An error of a kernel is heard by whoever waits next, and by all that come later: it is the case's own."""
+    from tests.support.vocab import triton_run  # which needs Triton
+
+    broken = []
+
+    def synchronize():
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def wrong(device):
+        raise AssertionError("off by one")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    report = tmp_path / "cases.jsonl"
+    cases = {"right": len, "wrong": wrong, "breaks": broken.append, "after": len}
+    cases = {name: lambda device, case=case: case(device) for name, case in cases.items()}
+    assert triton_run.run_cases(cases, "cuda", 100.0, report) == (3, 2)
+    found = gpu.outcomes(read_lines(report))
+    assert found == {"passed": ["right"], "skipped": [], "failed": ["wrong", "breaks"], "broken": [], "left": ["after"]}
+
+
+def test_a_profiled_call_that_breaks_the_device_ends_its_process(monkeypatch):
+    """Else the next call, which is right, would be the one that fails."""
+    from bench.gpu import profile  # which needs Triton
+
+    bench = Bench("cpu", time.monotonic() + 100)
+
+    def build():
+        monkeypatch.setattr(bench, "wait", lambda: 1 / 0)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(profile, "CALLS", {"breaks": SimpleNamespace(build=build)})
+    with pytest.raises(ZeroDivisionError):
+        profile.Profiled(bench).profile("breaks")
+
+
+def test_a_size_that_breaks_the_device_ends_tuning(monkeypatch):
+    """Else all that is left would be passed over, and the file say that it was tried."""
+    from bench.gpu import tune  # which needs Triton
+
+    trial = tune.Trial(Bench("cpu", time.monotonic() + 100), tune.TINY)
+    assert trial.seconds(lambda: 1 / 0) == float("inf")
+    monkeypatch.setattr(trial.bench, "wait", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trial.seconds(lambda: 1 / 0)
+
+
 def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
     """Ours comes first and is in the file; a process that died is begun anew, and later rows run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

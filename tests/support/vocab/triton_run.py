@@ -30,14 +30,18 @@ Cases = dict[str, Callable[..., None]]  # each takes the device
 
 
 def collected(folder: Path) -> Cases:
-    """Each case in the folder's files by its name."""
+    """Each case in the folder's files by its name; a file that cannot be imported is one case, which fails."""
     found: Cases = {}
     for path in sorted(folder.glob("test_*.py")):
         spec = spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # reported as this file's result: the other files' cases run
+            found[path.name] = partial(raises, error)
+            continue
         tests = {name: x for name, x in vars(module).items() if name.startswith("test_")}
         for name, test in tests.items():
             for case in cases_of(test):
@@ -46,16 +50,33 @@ def collected(folder: Path) -> Cases:
     return found
 
 
+def raises(error: Exception, device: str) -> None:
+    """The case of a file that cannot be imported."""
+    raise error
+
+
 def outcome(case: Callable[..., None], device: str) -> tuple[str, str]:
-    """'ok', 'skipped' or 'FAILED', and why."""
+    """'ok', 'skipped', 'FAILED' or 'BROKE', which is after it no kernel runs in this process; and why."""
     torch.manual_seed(0)
     try:
         case(device=device)
+        wait_for(device)
     except unittest.SkipTest as reason:
         return "skipped", str(reason)
     except Exception:  # reported as this case's result
-        return "FAILED", traceback.format_exc()
+        why = traceback.format_exc()
+        try:
+            wait_for(device)
+        except RuntimeError:
+            return "BROKE", why
+        return "FAILED", why
     return "ok", ""
+
+
+def wait_for(device: str) -> None:
+    """Until what a case has launched has run; raises where that has gone wrong."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def run_cases(cases: Cases, device: str, seconds: float, report: Path | None = None) -> tuple[int, int]:
@@ -70,12 +91,14 @@ def run_cases(cases: Cases, device: str, seconds: float, report: Path | None = N
         note(report, begun=name)
         how, why = outcome(case, device)
         took = time.perf_counter() - begin
-        error = why[-2000:] if how == "FAILED" else ""
+        error = why[-2000:] if how in ("FAILED", "BROKE") else ""
         note(report, ended=name, seconds=round(took, 2), error=error, skipped=why if how == "skipped" else "")
-        ended, failed = ended + 1, failed + (how == "FAILED")
+        ended, failed = ended + 1, failed + bool(error)
         print(f"{how:7} {took:6.2f} s  {name}", flush=True)
         if why:
             print(why, flush=True)
+        if how == "BROKE":  # every later case would fail for it, right or not
+            break
     return ended, failed
 
 
