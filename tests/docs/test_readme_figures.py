@@ -44,9 +44,19 @@ def test_sizes_are_computed():
     assert f"slices of at most {DEFAULT_BUDGET >> 20} MiB" in sentences()
 
 
+RUNS = {record.get("run"): record for record in read_lines(RESULTS / "real_align.jsonl")}
+
+
+def test_what_smollm2_learns_beside_reinforce_is_measured():
+    ste, reinforce = RUNS["all"]["methods"]["ste"], RUNS["reinforce"]["methods"]["reinforce"]
+    gains = [run["test_reward"]["mean"] - run["val_reward_before"] for run in (ste, reinforce)]
+    assert 0.85 < gains[0] / gains[1] < 1
+    assert ste["test_kl"]["mean"] / reinforce["test_kl"]["mean"] == pytest.approx(1 / 3, abs=0.05)
+    assert "with SmolLM2, in one run, nearly as much at a third of the KL" in sentences()
+
+
 def test_what_smollm2_learns_is_measured():
-    runs = {record.get("run"): record for record in read_lines(RESULTS / "real_align.jsonl")}
-    ste = runs["all"]["methods"]["ste"]
+    ste = RUNS["all"]["methods"]["ste"]
     said = (
         f"from {ste['val_reward_before']:.2f} to {ste['val_reward_after']:.2f} on 32 validation prompts, "
         f"at {ste['test_kl']['mean']:.1f} nats of KL a continuation of the test prompts"
