@@ -71,7 +71,7 @@ def test_tables(model, capsys):
 
 def test_what_would_help_is_named_where_it_was_not_asked_for(model, capsys):
     assert main(["profile", "--model", model, "--context-length", "64", "--mlp-tiles", "2"]) == 0
-    offer = capsys.readouterr().out.partition("--savings all traces what would help")[2]
+    offer = capsys.readouterr().out.partition("--savings all also traces the step with each")[2]
     assert offer.split(": ")[1].split() == ["checkpointing,", "offload,", "lora,", "half-context"]
 
 

@@ -57,8 +57,8 @@ class ProfileConfig:
     """Of weights and activations."""
     memory_budget: PlannedBudget = MEMORY_BUDGET
     savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    """Trace, each as slowly, these too, or all: logitless-loss, checkpointing, offload, tiled-mlp, lora,
-    half-context."""
+    """Also trace the step with each of these changes, which takes as long again for each: all, or some of
+    logitless-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
     units: Units = "GiB"

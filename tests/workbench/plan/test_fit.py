@@ -308,7 +308,8 @@ def test_the_optimizer_is_what_the_commands_step_with(change, own):
         assert (tool in flags(setting)) == own
         options = "adamw-fp32" if setting.lora_rank else "adamw-bf16"
         options += " --no-master-weights" * setting.master_weights
-        assert hint(setting) == (None if own else f"{tool} steps otherwise: --optimizer {options} plans it")
+        said = f"{tool} has another optimizer than this plan: --optimizer {options} plans that one"
+        assert hint(setting) == (None if own else said)
         assert with_its_own_step(setting).keys() <= (set() if own else {tool})
     assert with_its_own_step(SMALL_GPU) == {"logitless train": logitless_train(TRAIN)}  # bf16 state, no fp32 copy
     assert not with_its_own_step(replace(SMALL_GPU, optimizer="sgd", master_weights=False))  # has no state to keep

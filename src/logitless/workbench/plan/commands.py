@@ -269,7 +269,7 @@ def hint(setting: Setting) -> str | None:
     options = f"--optimizer {own.optimizer}"
     if setting.master_weights and not own.master_weights:
         options += " --no-master-weights"
-    return f"{new[0]} steps otherwise: {options} plans it" if new else None
+    return f"{new[0]} has another optimizer than this plan: {options} plans that one" if new else None
 
 
 def with_its_own_step(setting: Setting) -> dict[str, str]:

@@ -206,7 +206,7 @@ def _lines(setting: Setting) -> Iterator[str]:
     if (other := hint(setting)) is not None:
         yield f"[dim]{other}[/dim]"
     if own := with_its_own_step(setting):
-        yield "[dim]with its own optimizer, on bfloat16 weights without a float32 copy, it takes no more:[/dim]"
+        yield "[dim]with that one (bfloat16 weights, no float32 copy of them) it takes no more than planned:[/dim]"
         yield from own.values()
 
 

@@ -58,7 +58,7 @@ def show_savings(
 def offer_savings(step: Step, console: Console) -> None:
     """The option that shows what was not asked for, and the changes of which it would."""
     others = ", ".join(name for name, change in CHANGES.items() if change(step) is not None)
-    console.print(f"[dim]--savings all traces what would help, each as slowly: {others}[/dim]", highlight=False)
+    console.print(f"[dim]--savings all also traces the step with each of: {others}[/dim]", highlight=False)
 
 
 def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
