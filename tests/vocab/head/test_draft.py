@@ -80,6 +80,13 @@ def test_frozen_head_and_single_precision(want, backend):
     check(ops.training("hidden"), ids, options, want, tolerance=3e-5, backend=backend)
 
 
+def test_a_target_in_fp32_beside_a_draft_in_fp64(backend):
+    """What the draft lacks is looked at in the draft's precision, as all else."""
+    ops, ids, options = drafted()
+    target = operands((2, 5), 8, V, dtype=torch.float32)
+    check(ops, ids, options | {"reference": (target.hidden.detach(), target.head)}, backend=backend)
+
+
 def test_labels_that_count_are_told_by_the_ignore_index_alone(backend):
     """Also where that is 0, as padding often is."""
     ops, ids, options = drafted(torch.float32)

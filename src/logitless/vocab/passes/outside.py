@@ -26,7 +26,7 @@ def with_outside(call: Call) -> Call:
 def _looked_at(call: Call, outside: LMHead, ref_hidden: Tensor) -> Call:
     i = call.inputs
     inputs = Inputs(
-        hidden=ref_hidden,
+        hidden=ref_hidden.double() if call.compute == torch.float64 else ref_hidden,
         bias=outside.bias,
         lora_hidden=i.ref_lora_hidden,
         lora_b=lora_b_of(outside),
