@@ -67,6 +67,14 @@ def test_logits_of_any_size():
         compare(ops, expected, 1e-10, memory_budget=SMALL)
 
 
+def test_sums_whose_logits_are_rounded_apart():
+    """Of a head of one column and a bias XLA fuses the product into each sum, rounded together with the bias or not."""
+    hidden, weight, bias = torch.randn(512, 1), 2 * torch.randn(64, 1), torch.randn(64)
+    expected = dense_token_stats(hidden, ll.LMHead(weight, bias), want=("logsumexp",))["logsumexp"]
+    found = token_stats(array(hidden), LMHead(array(weight), array(bias)), want=("logsumexp",))
+    near(found.logsumexp, expected, 2e-6, "logsumexp")
+
+
 def test_as_torch_in_single_precision():
     ops = operands((3, 7), h=16, v=211, dtype=torch.float32, reference=True, scale=0.8)
     ops.labels[0, 0] = -100

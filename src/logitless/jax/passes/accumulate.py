@@ -100,8 +100,10 @@ def _sums_of(chunk: Chunk, part: Slice) -> Accumulation:
     m = jnp.maximum(z.max(1), EMPTY)
     x = z - m[:, None]
     w, top = jnp.exp(x), x == 0
-    # Σw - 1 as the others' sum: the maximum's own 1 would swallow their digits.
-    rest = jnp.where(top, 0.0, w).sum(1) + jnp.maximum(top.sum(1) - 1, 0)
+    # Σw - 1 as the others' sum: the maximum's own 1 would swallow their digits. How often it was left out the sums say,
+    # not `top`: XLA may compute z anew for each of them, and round it apart, so that x is 0 in one and not in another.
+    others = jnp.where(top, 0.0, w).sum(1)
+    rest = jnp.maximum(others + (jnp.round(w.sum(1) - others) - 1), 0)
     out = Accumulation(m=m, rest=rest)
     if "t" in wanted:
         out.t = (w * x).sum(1)
