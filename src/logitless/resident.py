@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 INTERVAL = 0.002  # seconds between two looks at the resident set
 
@@ -124,17 +123,22 @@ class AllocationTracker(TorchDispatchMode):
         return self._live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            self._watch(leaf, new=False)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            self._watch(leaf, new=True)
+        kwargs = kwargs or {}
+        self._watch((*args, *kwargs.values()), new=False)
+        out = func(*args, **kwargs)
+        self._watch((out,), new=True)
         return out
 
-    def _watch(self, leaf: Any, new: bool) -> None:
-        if not isinstance(leaf, torch.Tensor):
-            return
+    def _watch(self, values: Sequence[Any], new: bool) -> None:
+        """The tensors among an operator's arguments or results, which nest in nothing but lists and tuples."""
         self._forget()
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._count(value, new)
+            elif isinstance(value, list | tuple):
+                self._watch(value, new)
+
+    def _count(self, leaf: torch.Tensor, new: bool) -> None:
         storage = leaf.untyped_storage()
         key = storage._cdata
         if key in self._known:
