@@ -147,9 +147,11 @@ def what_varies_alone():
 
     seeds, counts = jnp.arange(4), jnp.arange(1.0, 5)
     run = jax.shard_map(draw, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
-    check(jax.jit(run)(seeds, hidden, head), jnp.stack([draw(seeds[i : i + 1], hidden, head)[0] for i in range(4)]))
+    alone = jax.jit(draw)
+    check(jax.jit(run)(seeds, hidden, head), jnp.stack([alone(seeds[i : i + 1], hidden, head)[0] for i in range(4)]))
     run = jax.shard_map(scaled, mesh=mesh, in_specs=(P("d"), P(), P(), P()), out_specs=P("d"))
-    each = jnp.concatenate([scaled(counts[i : i + 1], hidden, head, labels) for i in range(4)])
+    alone = jax.jit(scaled)
+    each = jnp.concatenate([alone(counts[i : i + 1], hidden, head, labels) for i in range(4)])
     check(
         jax.jit(run)(counts, hidden, head, labels), jnp.broadcast_to(each.sum(0), each.shape)
     )  # of tokens that all have
@@ -204,7 +206,7 @@ def gathered_tokens_are_not_refused():
         return linear_cross_entropy(every, head, labels, axis_name="v")
 
     sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P("v"), P("v"), P()), out_specs=P())
-    got, expected = (jax.value_and_grad(f)(hidden, head, labels) for f in (sharded, linear_cross_entropy))
+    got, expected = (jax.jit(jax.value_and_grad(f))(hidden, head, labels) for f in (sharded, linear_cross_entropy))
     check(got, expected)
 
 
@@ -212,7 +214,7 @@ def a_key_gives_each_device_noise_of_its_own():
     """Of the same hidden states everywhere: tokens over one axis, the vocabulary over the other."""
     mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2)
     draw = partial(sample_tokens, axis_name="v", keep=0)
-    run = jax.shard_map(draw, mesh=mesh, in_specs=(P("d"), P("v"), P()), out_specs=P("d"))
+    run = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=(P("d"), P("v"), P()), out_specs=P("d")))
     for key in (jax.random.key(3), jax.random.PRNGKey(3)):
         token = run(jnp.ones((8, 1)), LMHead(jnp.zeros((100_000, 1))), key).token
         assert len(set(np.asarray(token).tolist())) == 8
