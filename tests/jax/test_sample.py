@@ -50,6 +50,11 @@ def noise_of(noise):
     return Noise(noise.seeds.numpy(), noise.positions.numpy())
 
 
+STATIC = ("top_k", "top_p", "min_p", "order", "keep", "memory_budget")
+draw_each = jax.jit(sample_tokens, static_argnames=STATIC)  # at a temperature of each token's own
+draw = jax.jit(sample_tokens, static_argnames=(*STATIC, "temperature"))
+
+
 def compare(hidden, head, noise, tolerance, **options):
     """Every field of the record equals the dense one, whatever the slices."""
     dense = {name: x for name, x in options.items() if name != "memory_budget"}
@@ -57,9 +62,8 @@ def compare(hidden, head, noise, tolerance, **options):
     temperature = array(options.pop("temperature", 1.0))
     noise = noise_of(noise).expand((hidden.shape[0],))
     words = Noise(noise.low, np.asarray(noise.position).astype(np.int32), noise.high)
-    record = jax.jit(lambda h, w, n: sample_tokens(h, w, n, temperature=temperature, **options))(
-        array(hidden), in_jax(head), words
-    )
+    run = draw if isinstance(temperature, float) else draw_each
+    record = run(array(hidden), in_jax(head), words, temperature=temperature, **options)
     for name, want in expected.items():
         got = np.asarray(getattr(record, name))
         assert got.shape == want.shape, name
@@ -155,21 +159,19 @@ def test_extreme_logits_ties_and_forbidden_entries(rules):
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
-@pytest.mark.parametrize("wrong", [-math.inf, math.nan])
-def test_a_row_without_a_possible_entry_has_no_token(wrong, rules):
+def test_a_row_without_a_possible_entry_has_no_token(rules):
     """A typed error, or inside jit a token that is none and a log-sum-exp that says so; other rows are as ever."""
-    hidden, head = jnp.asarray([[0.0], [1.0]]), LMHead(jnp.zeros((9, 1)), jnp.full(9, wrong).at[4].set(0.0))
-    noise = Noise(np.arange(2), 0)
-    draw = jax.jit(lambda head: sample_tokens(hidden, head, noise, keep=2, **rules))
-    nothing = LMHead(head.weight, jnp.full(9, wrong))
-    with pytest.raises(NotFiniteError, match="expected finite logits"):
-        sample_tokens(hidden, nothing, noise, keep=2, **rules)
-    found = draw(nothing)
-    assert found.token.tolist() == [-1, -1]
-    assert found.n_kept.tolist() == [0, 0]
-    assert not np.isfinite(found.logsumexp).any()
-    if wrong == -math.inf:
-        assert draw(head).token.tolist() == [4, 4]
+    hidden, noise = jnp.asarray([[0.0], [1.0]]), Noise(np.arange(2), 0)
+    for wrong in (-math.inf, math.nan):
+        nothing = LMHead(jnp.zeros((9, 1)), jnp.full(9, wrong))
+        with pytest.raises(NotFiniteError, match="expected finite logits"):
+            sample_tokens(hidden, nothing, noise, keep=2, **rules)
+        found = draw(hidden, nothing, noise, keep=2, **rules)
+        assert found.token.tolist() == [-1, -1], wrong
+        assert found.n_kept.tolist() == [0, 0], wrong
+        assert not np.isfinite(found.logsumexp).any(), wrong
+    head = LMHead(jnp.zeros((9, 1)), jnp.full(9, -math.inf).at[4].set(0.0))
+    assert draw(hidden, head, noise, keep=2, **rules).token.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 0.8}, {"temperature": 0.0}])
@@ -203,7 +205,6 @@ def test_frequencies():
     head = LMHead(jax.random.normal(jax.random.key(0), (v, 3)))
     hidden = jnp.broadcast_to(jnp.array([1.0, -0.5, 2.0]), (n, 3))
     p = np.asarray(jax.nn.softmax(head.weight @ hidden[0] / 1.7), np.float64)
-    draw = jax.jit(sample_tokens, static_argnames=("temperature", "top_p"))
     counts = np.bincount(draw(hidden, head, Noise(7, jnp.arange(n)), temperature=1.7).token, minlength=v)
     assert ((counts - n * p) ** 2 / (n * p)).sum() < 27.9  # one in a thousand
     got = draw(hidden, head, jax.random.key(1), temperature=1.7, top_p=0.8)
