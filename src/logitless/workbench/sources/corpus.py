@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -97,12 +98,13 @@ def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
 def standard_library() -> Iterator[str]:
     """The *.py files of the interpreter's standard library, without its tests, in one order on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
-    for name in files:
-        if _SKIPPED.isdisjoint(name.parts):
-            text = _text_or_none(root / name)
-            if text:
-                yield text
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]  # packages have many times its files
+        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    for name in sorted(files):
+        if text := _text_or_none(root / name):
+            yield text
 
 
 def passages(text: str, tokenizer: TextTokenizer, prompt: int, continuation: int) -> list[Row]:
