@@ -27,7 +27,8 @@ from tests.support.workbench.grading import of
 
 
 def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, monkeypatch):
-    config = of(small, "all", method="all", seeds=2, max_steps=2, completion_length=3, variance_samples=2)
+    changes = {"max_steps": 1, "gradient_accumulation_steps": 1, "completion_length": 3, "variance_samples": 2}
+    config = of(small, "all", method="all", seeds=2, **changes)
     place = config.output_dir
     real, ran = compare.run_one, []
 
@@ -65,7 +66,7 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
     assert legacy["coverage"] == 1.0 > ste["coverage"]
     records = read_lines(place / "metrics.jsonl")
     assert {(x["method"], x["seed"], x["step"]) for x in records} == {
-        (m, s, i) for m in methods for s in (0, 1) for i in range(3)
+        (m, s, i) for m in methods for s in (0, 1) for i in range(2)
     }
     assert (place / "comparison.png").stat().st_size > 10_000
     console = Console(file=io.StringIO(), width=160)
@@ -76,10 +77,18 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
 TIGHT = {"method": "all", "max_steps": 1, "completion_length": 2, "variance_samples": 0}
 
 
-def test_weights_that_rounding_keeps_are_warned_of_once(small, monkeypatch, capsys):
-    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)  # four methods are enough
-    run(of(small, "rounded", dtype="bfloat16", lora_rank=0, **TIGHT), Console(stderr=True))
-    assert capsys.readouterr().err.count("warning: weights of bfloat16 are trained") == 1
+@pytest.fixture(scope="module")
+def tight(small) -> tuple[Path, dict, str]:
+    """A comparison in bfloat16 where the legacy methods do not fit: its place, what it came to, and what it said."""
+    console = Console(file=io.StringIO())
+    config = of(small, "tight", dtype="bfloat16", lora_rank=0, **TIGHT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
+        return config.output_dir, run(config, console), console.file.getvalue()
+
+
+def test_weights_that_rounding_keeps_are_warned_of_once(tight):
+    assert tight[2].count("warning: weights of bfloat16 are trained") == 1
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +120,12 @@ def going_on(small, place: Path, **changes) -> GradeConfig:
     return dataclasses.replace(small.config, **given)
 
 
-def test_a_comparison_that_was_moved_has_its_own_reward(small, begun, tmp_path):
-    whole = Path(shutil.copytree(begun, tmp_path / "whole", symlinks=True))
-    run(going_on(small, whole))
+def test_a_comparison_that_was_moved_has_its_own_reward(small, begun, compared, tmp_path):
     begun.rename(tmp_path / "moved")
     shutil.copytree(small.reward, begun / "reward")  # another one, where its own was
     run(going_on(small, tmp_path / "moved"))
     for method in ("reinforce-0", "ppo-0"):
-        records = [read_lines(path / method / "metrics.jsonl") for path in (whole, tmp_path / "moved")]
+        records = [read_lines(path / method / "metrics.jsonl") for path in (compared, tmp_path / "moved")]
         assert [x["train/reward"] for x in records[0][1:]] == [x["train/reward"] for x in records[1][1:]]
         assert (tmp_path / "moved" / method / "reward").samefile(tmp_path / "moved" / "reward")
 
@@ -327,11 +334,9 @@ def test_only_what_does_not_fit_is_left_out(small, begun):
         run(going_on(small, begun))
 
 
-def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypatch):
-    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
-    config = of(small, "tight", **TIGHT)
-    summary = run(config)
-    assert not list(config.output_dir.glob("*legacy*"))
+def test_a_method_that_does_not_fit_is_left_out_with_its_reason(tight):
+    place, summary, _ = tight
+    assert not list(place.glob("*legacy*"))
     assert set(summary["left_out"]) == {"ste_legacy", "gumbel_legacy"}
     assert "a batch needs" in summary["left_out"]["ste_legacy"]
     assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}

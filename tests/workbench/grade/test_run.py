@@ -90,11 +90,11 @@ def test_weights_that_rounding_keeps_are_warned_of(small, monkeypatch, capsys):
         assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("method", ["ste", "reinforce", "gumbel_legacy"])
-def test_a_rule_in_the_place_of_a_reward_model(small, method):
+@pytest.mark.parametrize(("method", "steps"), [("ste", 6), ("reinforce", 1), ("gumbel_legacy", 6)])
+def test_a_rule_in_the_place_of_a_reward_model(small, method, steps):
     """Its reward is of the text: each completion's is the mean over its tokens, and the run learns to please it."""
     rule = f"{__name__}:vowels"
-    config = of(small, f"rule-{method}", method=method, reward_model=None, token_reward=rule, max_steps=6)
+    config = of(small, f"rule-{method}", method=method, reward_model=None, token_reward=rule, max_steps=steps)
     summary = run(config)
     assert (summary["reward_model"], summary["token_reward"]) == (None, rule)
     assert not (config.output_dir / "reward").exists()
@@ -127,8 +127,7 @@ def test_a_rule_and_a_reward_model_are_refused_together(small):
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
     whole = run(of(small, "whole"))
-    place = small.root / "killed"
-    run(of(small, "killed", max_steps=4))
+    place = Path(shutil.copytree(small.root / "whole", small.root / "killed"))
     for path in (place / "checkpoint-3", place / "checkpoint-4", place / "model"):
         shutil.rmtree(path)
     (place / "summary.json").unlink()
@@ -392,7 +391,7 @@ def test_more_ranks_than_one_are_refused(small, monkeypatch):
 def test_a_gradient_that_explodes_is_clipped_and_said_once(small, monkeypatch):
     monkeypatch.setattr("logitless.workbench.grade.steps.LARGE", 1e-9)
     console = Console(file=io.StringIO(), width=200)
-    run(of(small, "large", method="gumbel", max_steps=3, max_grad_norm=1e-3), console)
+    run(of(small, "large", method="gumbel", max_steps=2, max_grad_norm=1e-3), console)
     said = console.file.getvalue()
     assert said.count("clipped to 0.001") == 1
     assert "step 1: a gradient of norm" in said
