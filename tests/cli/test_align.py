@@ -87,14 +87,17 @@ def test_a_method_of_a_file_may_be_anything(method, tmp_path, capsys):
     [
         (["--completion-length", 12], "rows.jsonl"),
         (
-            ["--method", "ste", "--completion-length", 5, "--token-reward", "bench.real.rules:without_e"],
+            [
+                *("--method", "ste", "--completion-length", 5, "--token-reward", "bench.real.rules:without_e"),
+                *("--evaluation-prompts", 4, "--variance-samples", 0, "--gradient-accumulation-steps", 1),
+            ],
             "prompts.jsonl",
         ),
     ],
     ids=["intuitor", "ste"],
 )
 def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, capsys, options, prepared):
-    model, data, place = tmp_path / "model", line_corpus(tmp_path / "data"), tmp_path / "run"
+    model, data, place = tmp_path / "model", line_corpus(tmp_path / "data", 20), tmp_path / "run"
     micro_model().save_pretrained(model)
     for path in micro.model.parent.glob("tok*.json"):
         shutil.copy(path, model)
@@ -114,7 +117,7 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
     micro_model().save_pretrained(model)
     for path in micro.model.parent.glob("tok*.json"):
         (model / path.name).write_bytes(path.read_bytes())
-    given = ["--model", model, "--data", line_corpus(tmp_path / "data"), "--prompt-length", 24, "--device", "cpu"]
+    given = ["--model", model, "--data", line_corpus(tmp_path / "data", 20), "--prompt-length", 24, "--device", "cpu"]
     given += ["--completion-length", 12, "--batch-size", 4, "--max-steps", 2, "--output-dir", place, "--json", "-"]
     assert main(["align", *map(str, given)]) == 0
     out, err = capsys.readouterr()

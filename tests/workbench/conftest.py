@@ -36,7 +36,7 @@ def micro(tmp_path_factory) -> SimpleNamespace:
 def start(micro, tmp_path_factory) -> AlignConfig:
     """Options of an alignment run of a few seconds, on a micro model that knows a little."""
     root: Path = tmp_path_factory.mktemp("align")
-    data = line_corpus(root / "data")
+    data = line_corpus(root / "data", 20)  # one of which is held out
     measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")}
     sft.run(replace(micro.config, data=str(data), max_steps=30, output_dir=root / "base"), Console(quiet=True))
     sft.measure = measure

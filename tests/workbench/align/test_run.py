@@ -71,6 +71,12 @@ TRL_METRICS = {
 MEMORY = ("memory/peak_bytes", "memory/dense_would_need_bytes")
 
 
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Runs without align.png, of whose records others draw one."""
+    monkeypatch.setattr(align, "plot", lambda *_: None)
+
+
 def steps(place: Path) -> list[dict]:
     return [record for record in read_lines(place / "metrics.jsonl") if "loss" in record]
 
@@ -109,6 +115,7 @@ def test_weights_that_rounding_keeps_are_warned_of(start, tmp_path, monkeypatch,
         assert f"taking prompts from {start.data or 'the standard library'} ..." in error
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])
 def test_a_reference_with_sparse_attention_has_its_parameters_too(start, tmp_path, monkeypatch, method):
     """TRL loads it by transformers alone, which has no place for them."""
@@ -116,13 +123,16 @@ def test_a_reference_with_sparse_attention_has_its_parameters_too(start, tmp_pat
     with torch.no_grad():
         for layer in sparse.model.layers:
             layer.self_attn.nsa.gates.bias.uniform_()
-    model = tmp_path / "model"
+    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
     shutil.copytree(start.model, model)
     sparse.save_pretrained(model)
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}{i}{i}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9))
+    )
     made = []
     monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
-    given = {"method": method, "model": str(model), "rewards": None, "repetition_guard": None, "beta": None}
-    run(replace(start, **given, max_steps=1, output_dir=tmp_path / "run"), QUIET)
+    given = {"method": method, "model": str(model), "data": str(data), "rewards": None, "repetition_guard": None}
+    run(replace(start, **given, beta=None, completion_length=2, max_steps=1, output_dir=tmp_path / "run"), QUIET)
     reference, began = made[0].ref_model.state_dict(), sparse.state_dict()
     assert reference.keys() == began.keys()
     assert all(reference[name].equal(tensor) for name, tensor in began.items())
@@ -168,6 +178,7 @@ def test_the_other_methods(start, method, tmp_path):
         assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_prompts_of_text_are_not_closed(start, tmp_path, monkeypatch, method):
     """Completions are of the ids that `logitless sample` would go on from, and no marker is in them."""
@@ -193,6 +204,7 @@ def test_prompts_of_text_are_not_closed(start, tmp_path, monkeypatch, method):
     assert made[0]._tokenize_prompts([text]) == (prompt_ids([text], pretrained(str(model))), None, {})
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("form", ["pairs", "messages"])
 def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
     """TRL's tokens are the template's, with markers as whole tokens; without rejected answers, the model's own are."""
@@ -270,6 +282,7 @@ def test_the_exact_kl(start, tmp_path):
     assert exact[2]["kl"] != pytest.approx(sampled[2]["kl"], rel=1e-3)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_a_nucleus_is_what_completions_are_scored_over(start, tmp_path, method):
     config = replace(start, method=method, max_steps=2, top_p=0.95, output_dir=tmp_path / "run")
@@ -279,6 +292,7 @@ def test_a_nucleus_is_what_completions_are_scored_over(start, tmp_path, method):
         assert 0 <= record["sampling/k3"] < 1e-5
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_examples_are_sampled_as_the_steps_completions_are(start, tmp_path):
     """From a nucleus of one entry here, which is what a greedy search takes."""
     config = replace(start, method="grpo", max_steps=1, top_p=1e-6, output_dir=tmp_path / "run")
@@ -312,6 +326,7 @@ def test_adapters_and_rewards_of_ones_own(start, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "adapter" / "ref").exists()  # TRL's copy of the adapters as they began
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
     place = tmp_path / "more"
     run(replace(start, max_steps=2, output_dir=place), QUIET)
@@ -326,6 +341,7 @@ def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
     assert [record["step"] for record in steps(place)] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch, step):
     """Also one in the last step."""
@@ -371,6 +387,7 @@ def epochs(request, start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
     return config, curve(place / "run")
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("step", [1, 4, 6, 8])
 def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypatch, step):
     """Killed before its first checkpoint, with one amid an epoch, at an epoch's end, and after the last step."""
@@ -395,6 +412,7 @@ def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypat
     assert curve(place) == whole
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_models_own_way_of_sampling_is_not_the_policys(start, tmp_path, monkeypatch):
     """TRL takes forbidden tokens from generation_config.json, and scores completions as if there were none."""
     monkeypatch.chdir(tmp_path)
@@ -497,6 +515,7 @@ def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
 LONG = {"prompt": "a", "chosen": "b", "rejected": "c" * 63}
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("rows", "method", "message"),
     [
@@ -524,6 +543,7 @@ def test_lengths_are_those_of_the_rows(start, tmp_path, rows, method, message):
         assert run(given, QUIET)["steps"] == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
     """By the code of `logitless train`, in its place; here with a model that takes no minutes."""
     monkeypatch.chdir(tmp_path)
