@@ -110,11 +110,11 @@ LONG = {
 
 @pytest.mark.compiled  # fake tensors hold nothing to poison
 @pytest.mark.parametrize("lora", [0, 8])
-@pytest.mark.parametrize(("checkpointing", "tiles"), [(False, 1), (True, 1), (False, 6), (True, 6)])
+@pytest.mark.parametrize(("checkpointing", "tiles"), [(False, 1), (True, 1), (False, 3), (True, 3)])
 @pytest.mark.parametrize(("kind", "attention"), [("qwen3", "sdpa"), ("llama", "sdpa"), ("gemma2", "eager")])
 def test_a_plan_against_a_traced_step(kind, attention, checkpointing, tiles, lora, no_mask):
     """A whole forward, dense loss and backward of a model in bf16, traced without memory."""
-    tokens, layers = 16_384, 3
+    tokens, layers = 16_384, 2
     no_mask(kind)
     config = {**LONG, "model_type": kind}
     model = build(config, layers, lora, attention)
@@ -219,7 +219,7 @@ def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora, tmp_path):
     """A few layers of a 0.6B shape, whose inputs leave the GPU however many there are."""
     light = {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 8, "lora_rank": lora}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(preset("qwen3-0.6b") | {"num_hidden_layers": 4}))
+    path.write_text(json.dumps(preset("qwen3-0.6b") | {"num_hidden_layers": 4, "vocab_size": 32_000}))
     step = Step(str(path), context_length=32768, attention="sdpa", optimizer="none", **light)
     setting = Setting(shape_of(str(path)), batch_size=1, response_length=32768, optimizer="none", **light)
     assert math.isclose(plan(setting).peak, traced(step).peak.nbytes, rel_tol=0.02)

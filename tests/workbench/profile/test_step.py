@@ -84,9 +84,9 @@ def test_prediction_against_a_real_run(kind, setting, loss, model_file):
 
 
 def test_offloaded_inputs_leave_the_gpu_for_the_host(model_file):
-    step = Step(model_file("qwen3", num_hidden_layers=16), context_length=1024, gradient_checkpointing=True)
+    step = Step(model_file("qwen3", num_hidden_layers=6), context_length=1024, gradient_checkpointing=True)
     kept, moved = traced(step), traced(replace(step, offload_activations=True))
-    inputs = 16 * 1024 * SMALL["hidden_size"] * 2
+    inputs = 6 * 1024 * SMALL["hidden_size"] * 2
     assert moved.host == pytest.approx(inputs, rel=0.01)
     assert kept.host < 0.01 * inputs
     ends = [{s.name: s.nbytes for s in recording.stages}["after full forward"] for recording in (kept, moved)]
@@ -125,7 +125,8 @@ def test_a_mixture_of_experts(checkpointing, model_file):
 def test_adapters_of_experts(kind, model_file):
     """PEFT turns autocast off around them, which torch does not know on the device that stands for a GPU."""
     experts = {"num_experts": 4, "moe_intermediate_size": 32} if kind == "qwen3_moe" else {"num_local_experts": 4}
-    step = Step(model_file(kind, num_experts_per_tok=2, **experts), 96, lora_rank=4, gradient_checkpointing=True)
+    name = model_file(kind, num_hidden_layers=1, num_experts_per_tok=2, **experts)
+    step = Step(name, 96, lora_rank=4, gradient_checkpointing=True)
     found = measure(step, "cpu")
     assert found.predicted.peak.nbytes == pytest.approx(found.allocated.peak.nbytes, rel=0.001)
     assert traced(step).peak.nbytes == pytest.approx(found.allocated.peak.nbytes, rel=0.1)  # other attention
@@ -153,7 +154,8 @@ def test_the_count_against_an_independent_one(loss, model_file):
 
 
 def test_later_chunks_of_the_streamed_loss_allocate_what_the_second_did(model_file, monkeypatch):
-    step = Step(model_file("qwen3"), context_length=2000, memory_budget=1 << 20)  # 256 tokens at a time, or fewer
+    name = model_file("qwen3", num_hidden_layers=1)
+    step = Step(name, context_length=2000, memory_budget=1 << 20)  # 256 tokens at a time, or fewer
     short = traced(step, "cpu")
     monkeypatch.setattr(fakes, "CHUNKS", 10**9)
     whole = traced(step, "cpu")
@@ -173,7 +175,7 @@ def test_a_gpu_makes_no_scores_and_no_mask(model_file):
 
 
 def test_the_gpus_streamed_loss_keeps_to_its_budget(model_file):
-    name = model_file("qwen3", vocab_size=50_000)
+    name = model_file("qwen3", vocab_size=50_000, num_hidden_layers=1)
     step = Step(name, context_length=4096, optimizer="none", memory_budget=32 << 20)
     found = both(step)
     logits = logits_bytes(4096, 50_000, 2)
@@ -201,7 +203,8 @@ def test_what_a_gpus_fused_attention_allocates():
 
 
 def test_savings_are_traced_and_ranked(model_file):
-    step = Step(model_file("qwen3", vocab_size=8192), context_length=512, loss="dense", optimizer="none")
+    name = model_file("qwen3", vocab_size=8192, num_hidden_layers=1)
+    step = Step(name, context_length=512, loss="dense", optimizer="none")
     known = both(step)
     found, refused = savings(step, known["dense"], ["all"], known)
     assert not refused
