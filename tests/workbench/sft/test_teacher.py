@@ -239,8 +239,8 @@ def test_every_token_meets_its_own_distribution(scored):
 
 @pytest.mark.parametrize("tail", ["bucket", "decoupled", "tail-aware"])
 def test_nothing_of_the_size_of_the_logits_is_made(tail):
-    n, v, h = 256, 8_000, 16
-    config = TrainConfig(teacher="t", distill_tail=tail, distill_weight=0.5, memory_budget="1MiB")
+    n, v, h = 128, 8_000, 16
+    config = TrainConfig(teacher="t", distill_tail=tail, distill_weight=0.5, memory_budget="512KiB")
     record = SimpleNamespace(kind="hidden")
     teacher = Teacher(record, config)
     teacher.__dict__["head"] = logitless.LMHead(torch.randn(v, h))
