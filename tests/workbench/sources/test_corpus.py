@@ -159,6 +159,26 @@ def test_endings_in_capitals_are_the_same(tmp_path):
     assert [piece.text for piece in Documents(tmp_path, context=8)] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    "content", ['[\n {"text": "a"}\n]', '{"messages": []}\n{"messages": []}\n', '\ufeff[{"a": 1}, ']
+)
+def test_rows_in_a_json_file_are_no_text(tmp_path, content):
+    """They would be learned and scored with their braces."""
+    path = tmp_path / "rows.JSON"
+    path.write_text(content)
+    for reads in (read, lambda path: Documents(path, context=8)):
+        with pytest.raises(DataError, match=r"rows.JSON: expected a text, got JSON objects, .* from .jsonl files"):
+            reads(path)
+    assert read(tmp_path) == [content.removeprefix("\ufeff")]  # as code is, a file of a folder is text
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}', "[1, 2]", "[", "{}, so it goes", "[" * 100_000])
+def test_other_json_files_are_text(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert read(path) == [piece.text for piece in Documents(path, context=8)] == [content]
+
+
 def test_a_folder_of_conversations_is_told_where_they_are_read_from(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(DataError, match=r"a.jsonl:1: .*got prompt, completion; conversations are read from one .jsonl"):

@@ -17,6 +17,7 @@ from ..sources.corpus import (
     TEXT_FIELDS,
     Row,
     arrow_rows,
+    check_one_text,
     ending,
     first_line,
     is_arrow,
@@ -63,6 +64,7 @@ class Documents:
     def __post_init__(self) -> None:
         if not self.path.exists():
             raise DataError(f"--data {self.path}: no such file or directory")
+        check_one_text(self.path)
         self.arrow = is_arrow(self.path)
         self.files = [self.path] if self.arrow else text_files(self.path, self.written)
 

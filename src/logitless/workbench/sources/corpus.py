@@ -24,6 +24,7 @@ _REMEDIES = {  # by what is no text in a message, and what it is
     ("content", "null"): "; only a message with tool_calls may be without",
 }
 CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
+LONGEST_ROW = 2**20  # characters of a .json file, among which its first row is looked for
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -65,6 +66,24 @@ def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str]
     if is_arrow(path):
         return _datasets_directory(path, remark)
     return _folder(path, remark), None
+
+
+def check_one_text(path: Path) -> None:
+    """DataError for a .json file of objects, in a list or in lines, which would be one text with all its braces."""
+    if ending(path) != ".json" or not path.is_file():
+        return
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_ROW).lstrip()
+        rows = text.removeprefix("[").lstrip()
+        row, end = json.JSONDecoder().raw_decode(rows)
+    except (OSError, ValueError, RecursionError):
+        return  # whoever reads it as a text says what is wrong with that
+    if isinstance(row, dict) and (text.startswith("[") or rows[end:].lstrip().startswith("{")):
+        raise DataError(
+            f"--data {path}: expected a text, got JSON objects, which are read from .jsonl files, one in each line: "
+            "write them so, or name the file .txt where they are the text"
+        )
 
 
 def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
@@ -251,6 +270,7 @@ def _file(path: Path, remark: Remark) -> Iterator[str]:
         return _jsonl(path)
     if ending(path) == ".parquet":
         return _parquet(path, remark)
+    check_one_text(path)
     text = _text_or_none(path)
     if text is None:
         raise DataError(f"--data {path}: not UTF-8 text; expected a text, .jsonl or .parquet file")
