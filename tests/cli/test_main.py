@@ -6,7 +6,7 @@ import sys
 from contextlib import redirect_stdout
 from functools import cache
 from importlib.metadata import PackageNotFoundError
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from itertools import pairwise
 
 import pytest
@@ -34,6 +34,15 @@ def test_version(capsys):
 def test_the_package_is_the_command_line():
     done = subprocess.run([sys.executable, "-m", "logitless", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[0]) == (0, "logitless"), done.stderr
+
+
+def test_an_encoding_without_some_signs_shows_the_others(monkeypatch):
+    """As of a latin-1 locale, or of a file that a console's output goes to on Windows."""
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
+    assert main(["plan", "--model", "qwen3-4b"]) == 0
+    sys.stdout.flush()
+    assert b"8 ? 2,048 tokens" in written.getvalue()
 
 
 def test_an_unknown_command(capsys):

@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from ..errors import LogitlessError, OptionError, is_out_of_memory
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 done, 1 a check failed or numbers are not finite, 2 bad input, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     joined = _in_a_group()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without some sign is no reason to end; JSON is ASCII
     status = _told(given[0] if given else "--help", given[1:])
     if _in_a_group() and not joined:
         _leave_the_other_ranks(status)
