@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...algebra.options import whole_within
 from ...errors import DeviceError, ShapeError
 from ...sample import SampleRecord
 from ...vocab.face import LMHead, TokenStats, of_integers, token_stats
@@ -74,7 +75,8 @@ def token_scores(
         size = head.rows
         if look is not None:
             look(hidden)
-        options = {"want": want, "top_k": keep, "reference": reference, "memory_budget": memory_budget}
+        best = whole_within("keep", keep, 0, size)
+        options = {"want": want, "top_k": best, "reference": reference, "memory_budget": memory_budget}
         return vars(token_stats(hidden, head, labels, **options))
 
     with torch.no_grad(), evaluating(model):
