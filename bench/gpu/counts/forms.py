@@ -19,6 +19,7 @@ import torch
 from bench.gpu.counts.calls import CALLS
 from bench.gpu.counts.claimed import claimed
 from bench.gpu.counts.kernels import SHARED, Counted, Launch, compiled
+from bench.gpu.counts.recording import Recording
 from bench.gpu.tune import WEIGHING, Sizes, names_of
 from logitless.vocab.backends.triton.tuned import table_for
 
@@ -34,15 +35,15 @@ def forms(
         for shape, persistent in product(names_of(shapes), (1, 0)):
             sizes = shape | {"persistent": persistent}
             with patch.dict(table_for(torch.device("cuda"))[kind], sizes | {"used": 1}):
-                kernel = compiled(_first(step, recording.events))
+                kernel = compiled(_first(step, recording))
             yield sizes, kernel
 
 
-def _first(step: Callable[[], Any], events: list[Any]) -> Launch:
+def _first(step: Callable[[], Any], recording: Recording) -> Launch:
     """The step's first launch of the kernel."""
-    events.clear()
+    recording.events.clear()
     step()
-    return next(x for x in events if isinstance(x, Launch) and x.name == "weigh_products")
+    return next(x for x in recording.of(Launch) if x.name == "weigh_products")
 
 
 def described(sizes: Sizes, kernel: Counted) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,14 @@ from ..sources.model import check_complete, check_used
 from .checkpoints import readable
 
 
-def save_as_trained(trainer: Any) -> None:
-    """Has a trainer write checkpoints with the tensors that the model has, as Trainer reads them.
+def saving_as_trained(model: Any) -> AbstractContextManager[None]:
+    """While it lasts, a model saves the tensors that it has, as Trainer reads them from a checkpoint.
 
     Files to be used have others, such as each expert's own; so has what the run saves in the end.
     """
-    model, save = trainer.model, trainer._save
     if not isinstance(model, PreTrainedModel):  # adapters, which PEFT saves
-        return
-    as_it_is = partial(model.save_pretrained, save_original_format=False)
-
-    def saved(*given: Any, **more: Any) -> None:
-        with replaced(model, "save_pretrained", as_it_is):
-            save(*given, **more)
-
-    trainer._save = saved
+        return nullcontext()
+    return replaced(model, "save_pretrained", partial(model.save_pretrained, save_original_format=False))
 
 
 def refuse_incomplete(trainer: Any) -> None:

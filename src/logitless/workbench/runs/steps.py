@@ -11,7 +11,7 @@ from transformers import PrinterCallback, TrainerState
 
 from .callbacks import AfterLastStep, GentleStop, OwnCheckpoints
 from .progress import ProgressBar
-from .restoring import guard_loading, refuse_incomplete, save_as_trained
+from .restoring import guard_loading, refuse_incomplete, saving_as_trained
 from .trackers import explain_failures
 
 
@@ -31,10 +31,9 @@ def taking_steps(
     trainer.callback_handler.callbacks.insert(0, AfterLastStep(held_out.conclude))
     trainer.remove_callback(PrinterCallback)
     explain_failures(trainer, report_to)
-    save_as_trained(trainer)
     refuse_incomplete(trainer)
     began = guard_loading(trainer, checkpoint) if checkpoint else None
-    with bar, stop or nullcontext():
+    with bar, stop or nullcontext(), saving_as_trained(trainer.model):
         yield began
     if stop and stop.asked:
         raise KeyboardInterrupt
