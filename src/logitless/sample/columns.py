@@ -41,7 +41,10 @@ def unpacked_hidden(columns: dict[str, Tensor], stored: str) -> Tensor:
 
 
 def check_kinds(schema: pyarrow.Schema, names: list[str], width: int, path: Path) -> None:
-    """DataError for columns that are not there, or of other kinds than `logitless score` writes; width: of `hidden`."""
+    """DataError for columns that are not there, or of other kinds than `logitless score` writes; width: of `hidden`.
+
+    Lists of any length and of one are the same kind here.
+    """
     import pyarrow as pa
 
     if missing := [name for name in names if name not in schema.names]:
@@ -49,13 +52,13 @@ def check_kinds(schema: pyarrow.Schema, names: list[str], width: int, path: Path
             f"{path}: expected what logitless score writes, with --keep 1 or more or --store hidden, got no column "
             f"{', '.join(missing)}"
         )
-    keep = next((kind.list_size for kind in schema.types if pa.types.is_fixed_size_list(kind)), 1) or 1
     kinds = {"document": pa.int64(), "position": pa.int32(), "token": pa.int32(), "logsumexp": pa.float32()}
-    kinds |= {"topk_ids": pa.list_(pa.int32(), keep), "topk_logits": pa.list_(pa.float32(), keep)}
+    kinds |= {"topk_ids": pa.list_(pa.int32()), "topk_logits": pa.list_(pa.float32())}
     kinds |= {"hidden": pa.binary(width), "hidden_scale": pa.float32()}
     for name in names:
         found = [schema.field(i).type for i in schema.get_all_field_indices(name)]
-        if found != [kinds[name]]:
+        plain = [pa.list_(kind.value_type) if pa.types.is_fixed_size_list(kind) else kind for kind in found]
+        if plain != [kinds[name]]:
             got = " and ".join(map(str, found))
             raise DataError(f"{path}: expected a column {name} of {kinds[name]}, got one of {got}: score again")
 
@@ -91,23 +94,33 @@ def read_hidden(table: pyarrow.Table, stored: str, path: Path) -> dict[str, Tens
     return tensors
 
 
-def read_best(table: pyarrow.Table, entries: int, path: Path) -> dict[str, Tensor]:
-    """Which rows have a score, and their best entries' `ids` and `log_weights`, 0 in all others. Raises DataError."""
+def read_best(table: pyarrow.Table, keep: int, entries: int, path: Path) -> dict[str, Tensor]:
+    """Which rows have a score, and their best `keep` entries' `ids` and `log_weights`, 0 in all others: (n, keep).
+
+    Raises DataError.
+    """
     scored = _scored(table, path)
-    lists: list[Any] = [table[name].combine_chunks() for name in ("topk_ids", "topk_logits")]
-    ids, logits = (x.values.to_numpy(zero_copy_only=False).reshape(-1, x.type.list_size) for x in lists)
-    keep = ids.shape[-1]
-    in_order = np.sort(ids[scored], -1)
+    ids, logits = (_lists(table, name, keep, scored, path) for name in ("topk_ids", "topk_logits"))
+    in_order = np.sort(ids, -1)
     inside = (in_order[:, 0] >= 0) & (in_order[:, -1] < entries) & (np.diff(in_order) > 0).all(-1)
     _check(inside, f"best entries in 0..{entries - 1}, each once", path)
-    log_weights = np.zeros(logits.shape, np.float32)
-    log_weights[scored] = logits[scored] - table["logsumexp"].to_numpy()[scored, None]
+    log_weights = logits - table["logsumexp"].to_numpy()[scored, None]
     # the best K of V entries have K/V of the probability or more, and never more than all of it
-    mass, least = torch.from_numpy(log_weights[scored]).logsumexp(-1).numpy(), math.log(keep / entries)
+    mass, least = torch.from_numpy(log_weights).logsumexp(-1).numpy(), math.log(keep / entries)
     right = (least - ROUNDING < mass) & (mass < ROUNDING)
     _check(right, f"best entries whose probabilities add up to {keep}/{entries}..1", path)
-    ids = np.where(scored[:, None], ids, 0).astype(np.int64)
-    return {name: torch.from_numpy(x) for name, x in (("scored", scored), ("ids", ids), ("log_weights", log_weights))}
+    found = {"ids": np.zeros((len(scored), keep), np.int64), "log_weights": np.zeros((len(scored), keep), np.float32)}
+    found["ids"][scored], found["log_weights"][scored] = ids, log_weights
+    return {name: torch.from_numpy(x) for name, x in ({"scored": scored} | found).items()}
+
+
+def _lists(table: pyarrow.Table, name: str, keep: int, scored: np.ndarray, path: Path) -> np.ndarray:
+    """A column of lists where rows have a score, (their number, keep). DataError for lists of other lengths."""
+    import pyarrow as pa
+
+    lists: Any = table[name].combine_chunks().filter(pa.array(scored))
+    _check(lists.value_lengths().to_numpy(zero_copy_only=False) == keep, f"{keep} {name} in each row", path)
+    return lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, keep)
 
 
 def _scored(table: pyarrow.Table, path: Path) -> np.ndarray:
@@ -123,11 +136,14 @@ def _scored(table: pyarrow.Table, path: Path) -> np.ndarray:
 
 def _filled(column: pyarrow.ChunkedArray) -> np.ndarray:
     """Which rows have a value, and no null within it, (n,) bool."""
-    rows, size = column.is_valid().to_numpy(), getattr(column.type, "list_size", None)
-    if size is None:
-        return rows
+    import pyarrow as pa
+
+    rows = column.is_valid().to_numpy().copy()
     lists: Any = column.combine_chunks()
-    return rows & lists.values.is_valid().to_numpy(zero_copy_only=False).reshape(-1, size).all(-1)
+    if pa.types.is_nested(lists.type):
+        within = lists.flatten().is_null().to_numpy(zero_copy_only=False)
+        rows[lists.value_parent_indices().to_numpy()[within]] = False
+    return rows
 
 
 def _check(right: np.ndarray, expected: str, path: Path) -> None:

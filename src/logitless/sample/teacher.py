@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 OPTIONS = ("scale", "softcap", "vocab_size")  # of a head, beside its tensors
-SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "rows": int}  # of any record
+SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "rows": int, "keep": int}  # of any record
 SAID |= {"hidden_dtype": str, "hidden_size": int, "head": dict}
 MOST_ENTRIES = 2**31  # of a record of an earlier version, which does not say how many there are
 COLUMNS = {"topk": ["topk_ids", "topk_logits"], "bfloat16": ["hidden"], "fp8": ["hidden", "hidden_scale"]}
@@ -106,8 +106,12 @@ class TeacherRecord:
         width = about["hidden_size"] * STORED[self.stored].itemsize if self.kind == "hidden" else 0
         with _explained(self.path):  # names that are no text
             check_kinds(schema, [*PLACES, *self.columns], width, self.path)
+        self.keep: int = about.get("keep") or 0
         self.vocab_size: int = about.get("vocab_size") or 0
         self.entries = self.vocab_size or MOST_ENTRIES
+        if self.kind == "topk" and not 0 < self.keep <= self.entries:
+            expected = f"metadata whose keep is within 1..{self.entries}"
+            raise DataError(f"{path}: expected {expected}, got {self.keep}: score again")
         self.tokenizer, self.text = about.get("tokenizer"), about.get("text")
         self.opening = _opening(about)
         sizes = [self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
@@ -190,7 +194,7 @@ class TeacherRecord:
             if self.kind == "hidden":
                 self.kept[number] = read_hidden(table, self.stored, self.path)
             else:
-                self.kept[number] = read_best(table, self.entries, self.path)
+                self.kept[number] = read_best(table, self.keep, self.entries, self.path)
         return self.kept[number]
 
     def _table(self, number: int, columns: list[str]) -> pyarrow.Table:

@@ -192,9 +192,10 @@ def _table(block: Scored) -> pa.Table:
         if x.ndim == 2 and x.dtype == np.uint8:
             valid, buffer = pa.array(block.scored).buffers()[1], pa.py_buffer(np.ascontiguousarray(x))
             arrays[name] = pa.Array.from_buffers(pa.binary(x.shape[1]), len(x), [valid, buffer])
-        elif x.ndim == 2:
-            values, kind = pa.array(x.reshape(-1)), pa.list_(pa.from_numpy_dtype(x.dtype), x.shape[1])
-            arrays[name] = pa.FixedSizeListArray.from_arrays(values, type=kind, mask=pa.array(unscored))
+        elif x.ndim == 2:  # of any length, as far as the file says: before 26, pyarrow reads no null of a fixed one
+            ends = np.concatenate([[0], np.cumsum(block.scored * x.shape[1])]).astype(np.int32)
+            begins = pa.array(ends, mask=np.append(unscored, False))
+            arrays[name] = pa.ListArray.from_arrays(begins, pa.array(x[block.scored].reshape(-1)))
         else:
             arrays[name] = pa.array(x, mask=mask)
     return pa.table(arrays)
