@@ -13,6 +13,7 @@ from logitless.cli.train import parse
 from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.summary import show
+from tests.support.workbench.micro import micro_model
 from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
 
@@ -221,6 +222,16 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     place = tmp_path / "run"
     assert main(arguments(micro, place, "--data", write(tmp_path / "d" / "a.txt", "short"))) == 2
     assert main(arguments(micro, place)) == 0
+
+
+def test_a_model_that_is_refused_leaves_its_directory_to_other_options(micro, tmp_path, unmeasured, capsys):
+    model, place = Path(shutil.copytree(micro.model.parent, tmp_path / "model")), tmp_path / "run"
+    micro_model().half().save_pretrained(model)
+    given = arguments(micro, place, "--model", model)
+    assert main(given) == 2
+    assert "its weights are of float16, in which a run diverges: give --dtype float32" in capsys.readouterr().err
+    assert not place.exists()
+    assert main([*given, "--dtype", "float32"]) == 0
 
 
 def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, unmeasured, capsys):

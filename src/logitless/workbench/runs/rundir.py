@@ -28,7 +28,7 @@ from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
 from ..common.space import room_wanted
-from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, WRITTEN
+from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, TABLES, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
 
@@ -124,17 +124,21 @@ def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str,
 
 @contextmanager
 def options_kept(place: Path) -> Iterator[None]:
-    """Puts run.json back as it was where what follows refuses to go on with the options that it has since.
+    """Puts run.json back as it was where what follows refuses the options that it has since; a new run is taken away.
 
-    A checkpoint that was made with them keeps them; so does a new run, which has no others.
+    A checkpoint that was made with them keeps them.
     """
     path, found = place / RUN_FILE, last_checkpoint(place)
     before = path.read_text(encoding="utf-8") if path.exists() else None
     try:
         yield
     except (OptionError, ConfigError, DataError):
-        if before is not None and last_checkpoint(place) == found:
-            write_text(path, before)
+        if last_checkpoint(place) == found:
+            if before is not None:
+                write_text(path, before)
+            else:  # so that other options can begin in the same directory
+                path.unlink(missing_ok=True)
+                _remove_prepared(place)
         raise
 
 
@@ -236,9 +240,9 @@ def _not_taken(place: Path) -> str:
 
 
 def _remove_prepared(place: Path) -> None:
-    """Takes away what a killed process prepared for a run that never began, maybe by other options."""
+    """Takes away what was written for a run that never began or was refused, maybe by other options."""
     remove_all_leftovers(place, OWN)
-    for path in (place / name for name in PREPARED):
+    for path in (place / name for name in (*PREPARED, *TABLES)):
         if path.exists():
             remove_whole(path)
 
