@@ -11,11 +11,11 @@ from logitless.cli.main import main
 from logitless.errors import OptionError
 from logitless.workbench.align.config import AlignConfig
 from tests.support.workbench.micro import line_corpus, micro_model
-from tests.support.workbench.options import at_default
+from tests.support.workbench.options import assert_files_mean, at_default
 from tests.support.workbench.units import assert_one_unit
 
 
-def test_every_option_of_the_dataclass_is_one_of_the_command_line():
+def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
     given = (
         "--method grpo --model m --data d --prompt-length 9 --completion-length 8 --batch-size 6 "
         "--generations-per-prompt 3 --gradient-accumulation-steps 2 --gradient-checkpointing --max-steps 7 "
@@ -55,6 +55,8 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
     apart = "--top-p 0.9 --min-p 0.1 --order vllm --self-certainty-weight 0.9"  # not with --exact-kl, nor of grpo
     assert parse(apart.split()) == cut
     assert at_default(whole, cut) == set()
+    for config in (whole, cut):
+        assert_files_mean(parse, config, tmp_path)
 
 
 def test_the_command_line_overrides_a_file(tmp_path):

@@ -1,12 +1,10 @@
 """Options in a file of --config mean what they mean on the command line."""
 
-import json
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.common.options import INVOCATION, kinds_of
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.options import in_a_file
 
 COMMANDS = {
     "train": (train.parse, TrainConfig()),
@@ -73,20 +72,6 @@ def on_the_line(options: dict[str, Any]) -> list[str]:
         else f"--{name.replace('_', '-')}={value}"
         for name, value in options.items()
     ]
-
-
-def in_a_file(options: dict[str, Any], path: Path) -> Path:
-    """The same as a file of the path's kind."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    match path.suffix:
-        case ".yaml":
-            text = yaml.safe_dump(plain, allow_unicode=True)
-        case ".json":
-            text = json.dumps(plain)
-        case _:
-            text = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in plain.items())
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def outcome(parse: Any, arguments: list[str]) -> Any:

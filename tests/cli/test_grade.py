@@ -21,6 +21,55 @@ from logitless.workbench.align.config import METHODS
 from logitless.workbench.common.options import SMALL_MODEL
 from logitless.workbench.grade.config import EMBEDDED, GRADE_METHODS, GradeConfig
 from tests.support.workbench.micro import line_corpus, micro_model
+from tests.support.workbench.options import assert_files_mean, at_default
+
+
+def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
+    given = (
+        "--method all --model m --data d --reward-model r --reward-label 0 --prompt-length 9 --completion-length 8 "
+        "--batch-size 6 --gradient-accumulation-steps 2 --no-gradient-checkpointing --carry cached --max-steps 7 "
+        "--learning-rate 1e-3 --beta 0.2 --tau-start 1.5 --tau-end 0.25 --top-k 5 --baseline-decay 0.5 "
+        "--variance-samples 3 --max-grad-norm 2 --evaluation-prompts 4 --lora-rank 4 --memory-budget 1GiB --seed 5 "
+        "--seeds 3 --dtype bfloat16 --device cpu --report-to wandb --output-dir o --json j"
+    )
+    whole = GradeConfig(
+        method="all",
+        model="m",
+        data="d",
+        reward_model="r",
+        reward_label=0,
+        prompt_length=9,
+        completion_length=8,
+        batch_size=6,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        carry="cached",
+        max_steps=7,
+        learning_rate=1e-3,
+        beta=0.2,
+        tau_start=1.5,
+        tau_end=0.25,
+        top_k=5,
+        baseline_decay=0.5,
+        variance_samples=3,
+        max_grad_norm=2.0,
+        evaluation_prompts=4,
+        lora_rank=4,
+        memory_budget="1GiB",
+        seed=5,
+        seeds=3,
+        dtype="bfloat16",
+        device="cpu",
+        report_to="wandb",
+        output_dir=Path("o"),
+        json=Path("j"),
+    )
+    ruled = GradeConfig(model="m", token_reward="a:b")
+    meant = {given: whole, "--method ste --model m --token-reward a:b": ruled}
+    assert {words: parse(words.split()) for words in meant} == meant
+    assert at_default(*meant.values()) == set()
+    for config in meant.values():
+        assert_files_mean(parse, config, tmp_path)
 
 
 def test_whose_options_these_are(tmp_path):

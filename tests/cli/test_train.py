@@ -14,7 +14,7 @@ from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.summary import show
 from tests.support.workbench.micro import micro_model
-from tests.support.workbench.options import at_default
+from tests.support.workbench.options import assert_files_mean, at_default
 from tests.support.workbench.units import assert_one_unit
 
 
@@ -79,6 +79,8 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
     meant = {given: whole, taught: student, **others}
     assert {words: parse(words.split()) for words in meant} == meant
     assert at_default(*meant.values()) == set()
+    for config in meant.values():
+        assert_files_mean(parse, config, tmp_path)
 
 
 def test_the_command_line_overrides_a_file(tmp_path):
