@@ -8,12 +8,16 @@ import sys
 import pytest
 
 from logitless.cli.main import main
+from logitless.cli.options import parse
 from logitless.cli.plan import PlanConfig, changed, parse_gpus
 from logitless.errors import OptionError
+from logitless.models.catalog import shape_of
 from logitless.units import format_bytes
 from logitless.workbench.plan.algorithms import PHASES
+from logitless.workbench.plan.commands import planned
 from logitless.workbench.plan.plots import CATEGORIES, category
-from logitless.workbench.plan.setting import CHOICES, GIB
+from logitless.workbench.plan.setting import CHOICES, GIB, Setting
+from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
 
 RUN = [
@@ -36,6 +40,65 @@ RUN = [
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+
+
+GIVEN = {  # whole command lines, and what they ask for
+    "--model llama-3.1-8b --algorithm grpo --batch-size 6 --responses-per-prompt 4 --prompt-length 10 "
+    "--response-length 20 --validation-length 30 --micro-batch 2 --rollout-batch 3 --gpus 8x24GB --reserve 1GB "
+    "--sharding zero2 --tensor-parallel 2 --context-parallel 2 --optimizer sgd --no-master-weights "
+    "--gradient-checkpointing --offload-activations --mlp-tiles 2 --lora-rank 8 --head-format q8_0 --reference no "
+    "--critic yes --reward-model yes --critic-shape qwen3-0.6b --reward-shape qwen3-1.7b --top-k 5 "
+    "--memory-budget 1MiB --dense-logits response": {
+        "algorithm": "grpo",
+        "batch_size": 6,
+        "responses_per_prompt": 4,
+        "prompt_length": 10,
+        "response_length": 20,
+        "validation_length": 30,
+        "micro_batch": 2,
+        "rollout_batch": 3,
+        "gpus": 8,
+        "gpu_bytes": 24 * 10**9,
+        "reserve": 10**9,
+        "sharding": "zero2",
+        "tensor_parallel": 2,
+        "context_parallel": 2,
+        "optimizer": "sgd",
+        "master_weights": False,
+        "gradient_checkpointing": True,
+        "offload_activations": True,
+        "mlp_tiles": 2,
+        "lora_rank": 8,
+        "head_format": "q8_0",
+        "reference": "no",
+        "critic": "yes",
+        "reward_model": "yes",
+        "critic_shape": shape_of("qwen3-0.6b"),
+        "reward_shape": shape_of("qwen3-1.7b"),
+        "top_k": 5,
+        "memory_budget": 1 << 20,
+        "dense_logits": "response",
+    },
+    "--model llama-3.1-8b --context-length 99 --attention eager": {
+        "batch_size": 8,
+        "response_length": 99,
+        "attention": "eager",
+    },
+}
+
+
+def test_every_option_reaches_the_setting_and_the_command_of_it():
+    """A line is the setting that it says, and `planned` says that setting as a line again."""
+    for words, meant in GIVEN.items():
+        setting = setting_of(words.split())
+        assert setting == Setting(shape_of("llama-3.1-8b"), **meant)
+        assert setting_of(shlex.split(planned(setting))[2:]) == setting
+    settings = [Setting(shape_of("llama-3.1-8b"), **meant) for meant in GIVEN.values()]
+    assert at_default(*settings) == set()
+
+
+def setting_of(words: list[str]) -> Setting:
+    return parse(PlanConfig, prog="logitless plan", description="", arguments=words).setting()
 
 
 def test_tables(capsys):
