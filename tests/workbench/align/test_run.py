@@ -541,6 +541,7 @@ def test_lengths_are_those_of_the_rows(start, tmp_path, rows, method, message):
     given = replace(start, data=str(data), method=method, prompt_length=64, max_steps=1, output_dir=tmp_path / "run")
     with pytest.raises(DataError, match=message) if message else nullcontext():
         assert run(given, QUIET)["steps"] == 1
+    assert given.output_dir.exists() == (message is None)  # where other rows could begin
 
 
 @pytest.mark.usefixtures("undrawn")

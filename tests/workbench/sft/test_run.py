@@ -365,13 +365,13 @@ def test_a_run_of_a_model_of_experts_goes_on(micro, tmp_path):
 
 @pytest.mark.usefixtures("unmeasured")
 def test_options_that_are_refused_do_not_stay(micro, tmp_path):
-    """Those that only the model itself can refuse; a run that is refused as it begins has no others."""
-    model = micro_directory(tmp_path / "moe", **EXPERTS)
-    config = replace(micro.config, model=str(model), output_dir=tmp_path / "run")
+    """Those that only the model itself can refuse; a run that is refused as it begins leaves its place to another."""
+    model, place = micro_directory(tmp_path / "moe", **EXPERTS), tmp_path / "run"
+    config = replace(micro.config, model=str(model), output_dir=place, max_steps=2)
     with pytest.raises(ConfigError, match="--mlp-tiles needs dense MLPs"):
-        run(replace(config, mlp_tiles=2, max_steps=2), QUIET)
-    place = tmp_path / "run"
-    run(replace(config, output_dir=None, resume=place, max_steps=2), QUIET)
+        run(replace(config, mlp_tiles=2), QUIET)
+    assert not place.exists()
+    run(config, QUIET)
     before = (place / RUN_FILE).read_bytes()
     further = replace(stored(place, TrainConfig()), resume=place, max_steps=4)
     with pytest.raises(ConfigError, match="--mlp-tiles needs dense MLPs"):

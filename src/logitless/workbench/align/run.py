@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..runs.callbacks import Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.ranks import agree, first, lost, together
-from ..runs.rundir import as_begun, claim, ranks_at_start, record
+from ..runs.rundir import as_begun, claim, options_kept, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trainer import model_facts, on_processors, quiet, save_model
 from ..sft.default_model import default_model
@@ -71,7 +71,8 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         source, tokenizer = together(lambda: _found(config))
         agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
         place = first(lambda: claim(config, config.method))
-        with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
+        kept = options_kept(place) if PartialState().is_main_process else nullcontext()
+        with explained(place, "align"), kept, _divergence_named(), warnings.catch_warnings():
             # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
             warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
             return _placed(config, place, source, tokenizer, console)

@@ -28,7 +28,7 @@ from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
 from ..common.space import room_wanted
-from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, TABLES, WRITTEN
+from ..common.written import METRICS_FILE, OWN, PREPARED, RUN_FILE, SUMMARY_FILE, TABLES, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
 
@@ -124,9 +124,9 @@ def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str,
 
 @contextmanager
 def options_kept(place: Path) -> Iterator[None]:
-    """Puts run.json back as it was where what follows refuses the options that it has since; a new run is taken away.
+    """Puts run.json back as it was where what follows refuses the options that it has since.
 
-    A checkpoint that was made with them keeps them.
+    A checkpoint that was made with them keeps them. A new run that has measured nothing yet is taken away.
     """
     path, found = place / RUN_FILE, last_checkpoint(place)
     before = path.read_text(encoding="utf-8") if path.exists() else None
@@ -136,7 +136,7 @@ def options_kept(place: Path) -> Iterator[None]:
         if last_checkpoint(place) == found:
             if before is not None:
                 write_text(path, before)
-            else:  # so that other options can begin in the same directory
+            elif not (place / METRICS_FILE).exists():  # so that other options can begin here
                 path.unlink(missing_ok=True)
                 _remove_prepared(place)
         raise
