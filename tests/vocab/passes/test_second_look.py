@@ -157,6 +157,25 @@ def test_equal_policies_are_at_zero_without_gradient(backend):
         assert grad.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize("want", PAIR)
+def test_signs_of_policies_that_are_equal_to_rounding_are_those_of_the_sums(want, loss, labels, backend):
+    """Which of two is ahead is rounding alone, but the same in both passes: a gradient of probabilities sums to 0."""
+    ops = operands((4,), 6, 50, dtype=torch.float32, spread=8.0)
+    turned = (x.detach().flip(1).contiguous() for x in (ops.hidden, ops.weight))  # whose products add up otherwise
+    ops.ref = Operands(*turned, ops.bias.detach().clone(), None)
+    options = {"want": (want,), "reference": ops.reference, "backend": backend}
+    given = ops.hidden, ops.head, ops.labels if labels else None
+    if loss:
+        total = ll.token_loss(lambda stats: getattr(stats, want), *given, reduction="sum", **options)
+    else:
+        total = getattr(ll.token_stats(*given, **options), want).sum()
+    (grad,) = torch.autograd.grad(total, ops.bias)
+    assert grad.abs().sum() > 1e-3
+    assert abs(float(grad.sum())) < 1e-6
+
+
 def test_far_policies(backend):
     """Each sure of an entry that the other finds impossible: the overlap keeps its digits, nothing is NaN."""
     eye = torch.eye(4) * 80

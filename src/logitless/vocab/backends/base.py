@@ -330,8 +330,8 @@ class SliceMass:
 class Chunk:
     """A chunk of valid tokens: the heads on them, buffers, and what is asked of them.
 
-    materialised: the slices of logits that stay. slice_masses, skip: what a sparse backward is to know of each slice,
-    and what it leaves out.
+    materialised: the slices of logits that stay; stays: whether they do at the call's price, in backward too, which
+    makes them again. slice_masses, skip: what a sparse backward is to know of each slice, and what it leaves out.
     """
 
     inputs: Inputs
@@ -344,6 +344,7 @@ class Chunk:
     jsd_beta: float
     sums_logits: bool
     materialised: list[Tile] = field(default_factory=list)
+    stays: bool = False
     slice_masses: list[SliceMass] | None = None
     skip: Skip | None = None
     prepared: Any = None  # what its backend's `prepared` gave

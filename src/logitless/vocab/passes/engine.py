@@ -68,7 +68,9 @@ class Pass:
         first, self._first = self._first, None
         if first is not None and first[0] == rows:
             return first
-        return rows, Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
+        chunk = Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
+        chunk.stays = self.price.materialised
+        return rows, chunk
 
     def sums(self) -> list[Tensor]:
         """The sum over the vocabulary of each of the head's factors."""

@@ -188,8 +188,8 @@ def by_onednn() -> bool:
 
 
 def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
-    """The slice as it was accumulated, made once more."""
-    tile = chunk.logits(v, w, columns=in_columns(chunk, None))
+    """The slice as it was accumulated, made once more: of a product that lies otherwise the last bits are others."""
+    tile = chunk.logits(v, w, columns=in_columns(chunk, "logits" if chunk.stays else None))
     chunk.mask(tile)
     return tile
 
