@@ -258,9 +258,10 @@ def put_second_look(
     missing = {
         "jsd": beta * of_q, "kl_mixture": beta, "reverse_kl_mixture": of_q - (1 - beta), "total_variation": 0.5,
     }  # fmt: skip
+    undefined = 0 * (totals.log_ratio + totals.log_s_ref)  # NaN where one of the heads has no possible entry, else 0
     for name, x in sums.items():
         least, most = BOUNDS.get(name, (None, None))
-        total = x if label is None else x + label[name]
+        total = (x if label is None else x + label[name]) + undefined
         if totals.log_inside is not None:
             total = total - missing.get(name, 0.0) * xp.expm1(totals.log_inside)
         setattr(totals, name, total if least is None else xp.clip(total, least, most))
@@ -289,9 +290,13 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
     """dL/dz at the label, the δ term aside: exact where the label has nearly all the mass."""
     lp = totals.logprob
     p = xp.exp(lp)
-    zero = xp.zeros_like(lp)
-    total = c.get("label", zero) - c.get("logprob", zero) * xp.expm1(lp)
-    total = total + p * c.get("p", zero) + p * p * c.get("p2", zero)
+    total = c.get("label", xp.zeros_like(lp))
+    if "logprob" in c:  # what nobody asked for may be NaN, where no entry is possible
+        total = total - c["logprob"] * xp.expm1(lp)
+    if "p" in c:
+        total = total + p * c["p"]
+    if "p2" in c:
+        total = total + p * p * c["p2"]
     if "plogp" in c:
         total = total + times(p, lp, xp) * c["plogp"]
     if "tail" in c:

@@ -231,6 +231,30 @@ def test_rows_without_a_possible_entry(budget, mask, backend):
         assert getattr(got, name).isnan().all(), name
 
 
+@pytest.mark.parametrize("who", ["policy", "reference", "both"])
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("budget", [None, 4_000])
+def test_no_distance_from_a_head_without_a_possible_entry(budget, labelled, who, backend):
+    ops = operands((5,), 7, 503, dtype=torch.float32, reference=True).training()
+    with torch.no_grad():
+        for bias, other in ((ops.bias, "reference"), (ops.ref.bias, "policy")):
+            if who != other:
+                bias[:] = -torch.inf
+    options = {"want": PAIRED, "reference": ops.reference, "memory_budget": budget, "backend": backend}
+    got = ll.token_stats(ops.hidden, ops.head, ops.labels if labelled else None, **options)
+    for name in PAIRED:
+        assert getattr(got, name).isnan().all(), name
+
+
+@pytest.mark.parametrize("want", ["label_logit", "max_logit", "mean_logit"])
+def test_logits_have_their_gradient_where_no_entry_is_possible(want, backend):
+    """They take no probability, so none is NaN in their gradient."""
+    ops = operands((5,), 7, 67)
+    with torch.no_grad():
+        ops.bias[:] = -torch.inf
+    compare(ops, (want,), backend=backend)
+
+
 @pytest.mark.parametrize("budget", [None, 3_000, 60_000])
 @pytest.mark.parametrize("top_k", [8, 100])
 def test_impossible_entries_are_ordered_by_id(top_k, budget, backend):
