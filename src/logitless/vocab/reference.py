@@ -96,12 +96,6 @@ def _divergence(log_from: Tensor, log_to: Tensor) -> Tensor:
     return _mean_under(log_from.exp(), log_from - log_to)
 
 
-def _of_shared(rows: _Rows) -> Tensor:
-    """KL(reference || policy) over the entries that the policy has, the reference as shares of these."""
-    logq = rows.log_reference.masked_fill(rows.logp.detach().isneginf(), -math.inf)
-    return _divergence(logq.log_softmax(-1), rows.logp)
-
-
 def _of_mixture(rows: _Rows) -> tuple[Tensor, Tensor]:
     """KL(policy || M) and KL(reference || M)."""
     logp, logq, b = rows.logp, rows.log_reference, rows.beta
@@ -128,7 +122,7 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "el2n": _el2n,
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
-    "reverse_kl_shared": _of_shared,
+    "reverse_kl_shared": lambda r: _divergence(r.log_reference, r.logp),  # both heads have the same rows here
     "jsd": _jsd,
     "kl_mixture": lambda r: _of_mixture(r)[0],
     "reverse_kl_mixture": lambda r: _of_mixture(r)[1],

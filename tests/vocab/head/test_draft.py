@@ -48,10 +48,22 @@ def spread(ops: Operands, ids: torch.Tensor) -> tuple[ll.LMHead, torch.Tensor | 
     return head, None if ops.labels is None else torch.where(ops.labels < 0, ops.labels, ids[ops.labels.clamp_min(0)])
 
 
+def forward_kl_of_shares(ops: Operands, ids: torch.Tensor, options: dict) -> torch.Tensor:
+    """KL(target || draft) over the draft's entries, the target's probabilities as shares of what it gives to these."""
+    target_hidden, target = options["reference"]
+    temperature = options.get("temperature", 1.0)
+    shared = dense_logits(target_hidden, target, temperature)[..., ids].log_softmax(-1)
+    logp = dense_logits(ops.hidden, ops.head, temperature).log_softmax(-1)
+    kl = (shared.exp() * (shared - logp)).sum(-1)
+    return kl if ops.labels is None else kl.where(ops.labels != -100, 0)
+
+
 def check(ops, ids, options, want=WANT, tolerance=1e-9, **ours_only):
     exact = ops.to(torch.float64)
     head, labels = spread(exact, ids)
     expected = dense_token_stats(exact.hidden, head, labels, want=want, **options)
+    if "reverse_kl_shared" in want:
+        expected["reverse_kl_shared"] = forward_kl_of_shares(exact, ids, options)
     draft = replace(ops.head, token_ids=ids)
     stats = ll.token_stats(ops.hidden, draft, ops.labels, want=want, **options, **ours_only)
     got = {name: getattr(stats, name) for name in want}
