@@ -21,6 +21,8 @@ WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
 FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
+SORTING = 4  # of a token's best entries at once, while they are sorted: in order and out of it, and what is joined
+LEAST_WAITING = 32  # of a token's entries, that wait to be sorted among its best
 SLICE_SHARE = 48  # bytes for each token and slice while a sparse backward decides: sums, order, ids
 ALIGNED = 16  # entries, to which a kernel's slices are padded
 DEQUANTISED = 3  # hidden widths of a slice of a quantised head: its rows, and what decoding them takes
@@ -144,6 +146,19 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     return tiles + 6 * max(0, sum(map(bool, kinds)) - 1)  # which all live at once
 
 
+def waiting_entries(top_k: int) -> int:
+    """How many of a token's entries wait to be sorted among its best, of as many as are found."""
+    return max(LEAST_WAITING, 2 * top_k)
+
+
+def best_bytes(top_k: int, itemsize: int) -> int:
+    """Bytes of a token's best entries: the logits and ids of those found and those that wait, as sorting them takes.
+
+    top_k: as `best_entries`, 0 where none are looked for.
+    """
+    return SORTING * (itemsize + 8) * (top_k + waiting_entries(top_k)) if top_k else 0
+
+
 def slices_of(
     n_tokens: int,
     vocab_size: int,
@@ -153,6 +168,7 @@ def slices_of(
     itemsize: int = 4,
     heads: int = 1,
     tiles: int = 3,
+    each: int = 0,
     converted: int = 0,
     whole: bool = False,
     wide: bool = False,
@@ -160,15 +176,17 @@ def slices_of(
 ) -> Slices:
     """Slice sizes that keep to `budget` bytes, down to one row and 64 entries or whole rows of one token.
 
-    heads: 2 with a reference; tiles: as `tiles_of`; converted: the hidden size where a slice of W is converted to
-    another dtype; whole: a chunk's whole rows are kept; wide: in as few slices as the budget and caches leave, for few
-    tokens; together: how many tokens' whole rows are to be kept at once, where the budget has room for them.
+    heads: 2 with a reference; tiles: as `tiles_of`; each: bytes of a token beside its slices, as `best_bytes`;
+    converted: the hidden size where a slice of W is converted to another dtype; whole: a chunk's whole rows are kept;
+    wide: in as few slices as the budget and caches leave, for few tokens; together: how many tokens' whole rows are to
+    be kept at once, where the budget has room for them.
     """
     gpu = device != "cpu"
     room = max(1, budget // itemsize)
     if whole:
         width = min(vocab_size, WHOLE_WIDTH, max(1, room // (4 * (tiles + converted))))
-        row = heads * vocab_size + tiles * width
+        beside = -(-each // itemsize)
+        row = heads * vocab_size + tiles * width + beside
         most = max(1, (room - converted * width) // row)
         rows = most if gpu else min(most, cpu_rows(heads * vocab_size, room))
         tokens = _even(n_tokens, rows) if gpu else _even_blocks(n_tokens, rows, VECTOR)
@@ -177,14 +195,16 @@ def slices_of(
             spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
             most = vocab_size if gpu else min(vocab_size, max(width, CPU_TILE // tokens))
             width = min(most, width + max(0, spare))
-            row = heads * vocab_size + tiles * width
+            row = heads * vocab_size + tiles * width + beside
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
+    most = STREAM_TOKENS["gpu"] if gpu else min(STREAM_TOKENS["cpu"], CPU_TILE // 64)
+    tokens = _even(n_tokens, min(most, max(1, budget // (64 * itemsize * tiles + each))))
+    room = max(1, (budget - each * tokens) // itemsize)
     tile = room // tiles if gpu else min(CPU_TILE, room // tiles)
-    tokens = _even(n_tokens, min(STREAM_TOKENS["gpu" if gpu else "cpu"], max(1, tile // 64)))
     width = max(1, min(vocab_size, tile // tokens, room // (tiles * tokens + converted)))
     if not gpu and read_in_columns(tokens) and BLOCK <= width < vocab_size:
         width = width // BLOCK * BLOCK
-    return Slices(tokens, width, itemsize * width * (tiles * tokens + converted))
+    return Slices(tokens, width, itemsize * width * (tiles * tokens + converted) + each * tokens)
 
 
 def read_in_columns(tokens: int) -> bool:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.eager.topk import LEAST_ROOM
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, PAIRED, Operands, operands
 from tests.support.vocab.measuring import measure, not_interpreted
@@ -25,10 +24,10 @@ def own_bytes(ops: Operands) -> int:
     return sum(x.numel() * (4 + (0 if x.dtype == torch.float32 else x.itemsize)) for x in ops.leaves.values())
 
 
-def assert_lean(step, ops: Operands, budget: int, waiting: int = 0) -> None:
+def assert_lean(step, ops: Operands, budget: int) -> None:
     step()  # whatever is made once and kept
     traced = trace_allocations(step)
-    allowed = budget + own_bytes(ops) + PER_TOKEN + waiting
+    allowed = budget + own_bytes(ops) + PER_TOKEN
     whole = 4 * N * len(ops.weight)  # bytes of the logits
     assert traced.largest <= max(budget, 4 * ops.weight.numel()) < whole
     assert traced.peak <= allowed < whole, f"{traced.peak / 2**20:.2f} of {allowed / 2**20:.2f} MiB"
@@ -62,7 +61,30 @@ def test_token_stats(want, trainable, budget, backend):
         )
         return backward([getattr(stats, name) for name in want if name != "rank"], ops)
 
-    assert_lean(step, ops, budget, waiting=N * LEAST_ROOM * (4 + 8))  # values and ids beside the best entries
+    assert_lean(step, ops, budget)
+
+
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("top_k", [8, 64])
+def test_best_entries_are_in_the_budget(top_k, rising, backend):
+    """What waits to be sorted and what sorting takes, also where every entry is better than those before."""
+    n, budget = 2 * N, 2**18
+    hidden, weight, labels = torch.randn(n, H), torch.randn(V, H), torch.randint(V, (n,))
+    if rising:
+        hidden[:, 0], weight[:, 0] = 1.0, torch.linspace(0, V, V)
+    call = hidden, ll.LMHead(weight), labels
+    options = {"top_k": top_k, "memory_budget": budget, "backend": backend}
+
+    def step():
+        with torch.no_grad():
+            return ll.token_stats(*call, **options)
+
+    with torch.no_grad():
+        said = ll.explain(*call, **options).buffer_bytes
+    step()
+    outputs = n * (4 + top_k * (4 + 8))
+    assert said <= budget
+    assert trace_allocations(step).peak <= said + outputs + 4 * n * 32
 
 
 @pytest.mark.parametrize("want", [("logprob",), ("jsd",)], ids=str)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...algebra.costs import DEQUANTISED, Price, Slices, copied, slices_of, sparse_slices, tiles_of
+from ...algebra.costs import DEQUANTISED, Price, Slices, best_bytes, copied, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import Accumulation, Totals, finish
 from ...algebra.stats import (
     DENSE,
@@ -167,6 +167,7 @@ class Backend(ABC):
             whole=price.materialised,
             device=i.hidden.device.type,
             tiles=tiles_of(options.want, softcap=bool(call.head.softcap), top_k=options.top_k),
+            each=best_bytes(best_entries(sums_of(options.want), options.top_k), compute.itemsize),
             wide=wide,
             together=together,
         )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.eager.topk import BLOCK, GROUP, LEAST_ROOM, TopK, keep_topk
+from logitless.algebra.costs import waiting_entries
+from logitless.vocab.backends.eager.topk import BLOCK, GROUP, TopK, keep_topk
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 40])
@@ -64,7 +65,7 @@ def test_what_waits_is_sorted_in_time(k, width, rows):
     best = TopK(z[:, 0], k)
     for start in range(0, n, width):
         best.add(z[:, start : start + width].clone(), start)
-        assert best.count.max() <= max(LEAST_ROOM, 2 * k)
+        assert best.count.max() <= waiting_entries(k)
     values, ids = best.flush()
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values[:, :k])

@@ -7,9 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from ....algebra.costs import waiting_entries
+
 GROUP = 128
 BLOCK = 64  # neighbours whose maximum is compared with the k-th best so far
-LEAST_ROOM = 32
+PARTS = 4  # of a slice's rows that are sorted whole, one after the other
 
 
 class TopK:
@@ -23,7 +25,7 @@ class TopK:
         """like: (C,)"""
         self.values = like.new_full((like.shape[0], k), -math.inf)
         self.ids = torch.full_like(self.values, -1, dtype=torch.int64)
-        self.room = max(LEAST_ROOM, 2 * k)
+        self.room = waiting_entries(k)
         self.waiting = like.new_full((like.shape[0], self.room), -math.inf)
         self.waiting_ids = torch.full_like(self.waiting, -1, dtype=torch.int64)
         self.count = torch.zeros_like(self.ids[:, 0])
@@ -46,7 +48,12 @@ class TopK:
             near = blocks.flatten(0, 1).index_select(0, row * blocks.shape[1] + block)
         else:
             near = blocks[row, block]
-        hit, column = (near > least[row, None]).nonzero(as_tuple=True)
+        better = near > least[row, None]
+        most = self.room * least.shape[0]
+        if near.numel() > most and int(better.count_nonzero()) > most:  # more than can wait: they are not even listed
+            self._sort(blocks.flatten(1), start)
+            return
+        hit, column = better.nonzero(as_tuple=True)
         row = row[hit]  # ascending, and ids ascend within a row
         new = torch.bincount(row, minlength=least.shape[0])
         if int((self.count + new).max()) > self.room:
@@ -104,8 +111,8 @@ def _topk(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, order = values[:, :k].gather(1, order).sort(dim=1, descending=True, stable=True)
     where = where.gather(1, order)
     rows = (tied if k < z.shape[1] else tied[:0]).nonzero().squeeze(1)
-    if rows.numel():
-        where[rows] = z[rows].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    for some in rows.chunk(PARTS):
+        where[some] = z[some].sort(dim=1, descending=True, stable=True).indices[:, :k]
     return values, where
 
 
