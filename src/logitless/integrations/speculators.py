@@ -87,8 +87,12 @@ class HeadInput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, self = kwargs or {}, next(x for x in args if isinstance(x, HeadInput))
-        name = getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:  # torch's name of the first
+            args = (kwargs.pop("input"),)
+        self, name = args[0] if args else None, getattr(func, "__name__", "")
+        if not isinstance(self, HeadInput):  # an operand beside another, or one of a list
+            raise _of_logits(name or func)
         if func in ARGMAX and (args[1:], kwargs) in (((-1,), {}), ((), {"dim": -1})):
             with torch.no_grad():
                 stats = token_stats(self.plain(), self.head, want=(), top_k=1, memory_budget=self.budget)
@@ -101,7 +105,11 @@ class HeadInput(Tensor):
             if name == "__get__" and (asked := getattr(func.__self__, "__name__", "")) in SEEN:
                 found = func(*args, **kwargs)
                 return torch.Size((*found[:-1], self.head.rows)) if asked == "shape" else found
-        raise HOST.error(f"its model asks {name or func} of logits, expected tokens' slices, argmax(dim=-1) and a loss")
+        raise _of_logits(name or func)
+
+
+def _of_logits(asked: Any) -> ConfigError:
+    return HOST.error(f"its model asks {asked} of logits, expected tokens' slices, argmax(dim=-1) and a loss")
 
 
 LEAST = 1e-5  # the acceptance rate that speculators' nla takes in the place of smaller ones
