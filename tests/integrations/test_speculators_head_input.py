@@ -1,4 +1,4 @@
-"""What stands for a draft's logits, without speculators: whatever cannot be of tokens is refused, however it is called."""
+"""What stands for a draft's logits, without speculators: what cannot be of tokens is refused, however it is called."""
 
 import pytest
 import torch

@@ -53,7 +53,8 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
     """The statistics' names, each once; `labels`, `reference` and `candidates` say whether the call has them."""
     if isinstance(want, str):
         want = (want,)
-    if not isinstance(want, Iterable):
+    alone = getattr(want, "shape", None) == ()  # an array of one number, over which nothing iterates
+    if alone or not isinstance(want, Iterable):
         raise OptionError(f"want: expected names of statistics in a tuple, got {want!r}")
     want = tuple(sorted(want, key=str) if isinstance(want, Set) else want)  # a set's order is each process' own
     for name in want:
@@ -77,9 +78,14 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
     if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
         got = f"{jsd_beta!r}; at the ends use kl or reverse_kl"
         raise OptionError(f"jsd_beta: expected 0 < beta < 1, a number of Python's, got {got}")
-    number = isinstance(memory_budget, Real) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not (number and 1 <= memory_budget < math.inf):
-        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
+    check_bytes("memory_budget", memory_budget)
+
+
+def check_bytes(name: str, size: float | None) -> None:
+    """Raise OptionError for a size that is no positive number of bytes; None leaves it to who asks."""
+    number = isinstance(size, Real) and not isinstance(size, bool)
+    if size is not None and not (number and 1 <= size < math.inf):
+        raise OptionError(f"{name}: expected a positive number of bytes or None, got {size!r}")
 
 
 def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
@@ -90,7 +96,10 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
 
 
 def _holds_number(x: object) -> bool:
-    """Whether x is one, or an array that holds one."""
+    """Whether x is one, or an array that holds one: not a word of NumPy's, nor a tensor on meta."""
+    kind = getattr(getattr(x, "dtype", None), "kind", "f")
+    if isinstance(x, str) or kind not in "biuf" or getattr(x, "is_meta", False):
+        return False
     return isinstance(x, Real) or (hasattr(x, "__float__") and math.prod(getattr(x, "shape", ())) == 1)
 
 
@@ -102,7 +111,7 @@ def _shown(x: object) -> str:
 
 def check_reduction(reduction: str) -> None:
     """Raise OptionError for a reduction that does not exist."""
-    if reduction not in ("mean", "sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError, OptionError
+from ..algebra.options import check_bytes
+from ..errors import ConfigError
 from ..retrieval import max_pool_logits, splade_activation
 from ..vocab.face import LMHead
 from .seam import Seam
@@ -58,8 +59,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     torch, a head that is more than a matrix, its bias and adapters) and OptionError; then the model is as it was.
     Price: one product, and backward the rows of active (document, entry) pairs. Memory: as `max_pool_logits`.
     """
-    if memory_budget is not None and not memory_budget > 0:
-        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
+    check_bytes("memory_budget", memory_budget)
     pairs = list(_pairs(model))
     if not pairs:
         raise ConfigError(

@@ -287,6 +287,11 @@ def test_a_text_streamer_of_transformers(capsys):
             generate(model, several, max_new_tokens=4, streamer=t.TextStreamer(letters()), **more)
 
 
+def test_who_is_told_of_a_step_is_a_function():
+    with pytest.raises(OptionError, match="on_step: expected a function of a step's record, got bool"):
+        generate(tiny("llama"), PROMPTS, max_new_tokens=2, on_step=True)
+
+
 def test_each_step_is_told_of():
     """The record (B,) of each step, with the sequences that have ended blank."""
     model = tiny("llama", eos_token_id=None)

@@ -56,6 +56,8 @@ def test_auto_is_dense_up_to_the_budget():
         assert installed(**both, threshold=logits // 2 - 1)(**batch).logits is None
     with pytest.raises(OptionError, match="threshold: expected a positive number of bytes or None, got 0"):
         installed(threshold=0)
+    with pytest.raises(OptionError, match="memory_budget: expected a positive number of bytes or None, got True"):
+        installed(memory_budget=True)
 
 
 def test_a_head_whose_weight_moves_with_each_call():

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import logitless as ll
-from logitless.errors import BackendError, DtypeError, GradientError, OptionError, ShapeError
+from logitless.errors import BackendError, DeviceError, DtypeError, GradientError, OptionError, ShapeError
 from tests.support.vocab.refusing import (
     BIAS,
     HIDDEN,
@@ -166,6 +166,33 @@ def test_memory_budget(got):
     refused(OptionError, lambda: ll.linear_cross_entropy(*args, memory_budget=got), *fragments)
 
 
+@pytest.mark.parametrize("got", [numpy.array(["mean", "sum"]), numpy.array([1, 2])], ids=str)
+def test_words_that_are_arrays(got):
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    refused(OptionError, lambda: ll.linear_cross_entropy(*args, reduction=got), "reduction: expected 'mean'")
+    for name, expected in (("reduction", "reduction: expected 'mean'"), ("per", "per: expected 'token'")):
+        refused(OptionError, lambda n=name: ll.token_loss(lambda s: s.logprob, *args, **{n: got}), expected)
+
+
+@pytest.mark.parametrize("got", [numpy.array("entropy"), torch.tensor(1.0)], ids=str)
+def test_want_that_is_an_array_of_one(got):
+    refused_everywhere(OptionError, ("want: expected names of statistics in a tuple",), want=got)
+
+
+@pytest.mark.parametrize("got", [numpy.str_("much"), numpy.array("much"), torch.empty((), device="meta")], ids=repr)
+def test_weights_that_are_no_numbers(got):
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    for name in ("label_smoothing", "z_loss"):
+        refused(OptionError, lambda n=name: ll.linear_cross_entropy(*args, **{n: got}), f"{name}: expected a")
+
+
+def test_numbers_on_meta():
+    got = torch.empty((), device="meta")
+    refused_everywhere(DeviceError, ("temperature is on meta, hidden on cpu",), temperature=got)
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    refused(DeviceError, lambda: ll.linear_cross_entropy(*args, denominator=got), "denominator is on meta")
+
+
 def test_infinite_memory_budget():
     refused_everywhere(OptionError, ("memory_budget: expected", "got inf"), memory_budget=float("inf"))
 
@@ -174,7 +201,8 @@ def test_backend_by_another_name():
     fragments = ("backend: expected one of compiled, eager", "or None", "got 'egaer'", "did you mean 'eager'?")
     refused_everywhere(BackendError, fragments, backend="egaer")
     refused_everywhere(BackendError, ("backend: expected one of", "got 'cuda'"), backend="cuda")
-    refused_everywhere(BackendError, ("backend: expected one of", "got 3"), backend=3)
+    for other in (3, ["eager"], {}, numpy.array("eager"), numpy.array(["eager", "triton"])):
+        refused_everywhere(BackendError, ("backend: expected one of", f"got {other!r}"), backend=other)
     args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
     refused(BackendError, lambda: ll.linear_cross_entropy(*args, backend="egaer"), *fragments)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra.rules import Order
-from ...errors import ConfigError, ShapeError
+from ...errors import ConfigError, OptionError, ShapeError
 from ...sample import Noise, SampleRecord
 from ...sample.tokens import draw_tokens
 from ...vocab.face import LMHead, unwrapped
@@ -108,6 +108,8 @@ class Recorder:
         order: Order = "transformers",
         synced_gpus: bool | None = None,
     ) -> None:
+        if on_step is not None and not callable(on_step):
+            raise OptionError(f"on_step: expected a function of a step's record, got {type(on_step).__name__}")
         self.keep, self.seeds, self.memory_budget = keep, seeds, memory_budget
         self.streamer, self.on_step, self.synced_gpus = streamer, on_step, synced_gpus
         self.order: Order = order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from numbers import Real
 from types import MethodType
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ...algebra.options import check_bytes
 from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead, encodes
 from .. import seam
@@ -176,9 +176,8 @@ def _check_options(
 ) -> None:
     if loss not in ("auto", "dense", "logitless"):
         raise OptionError(f"loss: expected 'auto', 'dense' or 'logitless', got {loss!r}")
-    for name, size in (("memory_budget", memory_budget), ("threshold", threshold)):
-        if size is not None and not (isinstance(size, Real) and 0 < size < math.inf):
-            raise OptionError(f"{name}: expected a positive number of bytes or None, got {size!r}")
+    check_bytes("memory_budget", memory_budget)
+    check_bytes("threshold", threshold)
     if smoothing is not None and not (isinstance(smoothing, Real) and 0 <= smoothing <= 1):
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {smoothing!r}")
     if loss == "dense" and smoothing:

@@ -61,7 +61,7 @@ def choose(name: str | None, device: torch.device | str, logits: int = 0, want: 
     """The backend's name for these statistics of so many logits on `device`, 0 where nothing is to be compiled."""
     if name is None:
         return next(x for x, c in CANDIDATES.items() if c.fits(device, logits, want) and c.why_not(device) is None)
-    if name not in CANDIDATES:
+    if not isinstance(name, str) or name not in CANDIDATES:
         near = difflib.get_close_matches(str(name), CANDIDATES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BackendError(f"backend: expected one of {', '.join(sorted(CANDIDATES))} or None, got {name!r}{hint}")

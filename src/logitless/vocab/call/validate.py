@@ -99,10 +99,12 @@ def _backend(
     logits: as `compilable` counts them.
     """
     tail = "tail" in sums_of(want)
-    if (tail or rows) and name not in (None, "eager"):
+    if (tail or rows) and name is not None and str(name) != "eager":
         what = "want: tail_logprob is" if tail else "reference: rows of logits are"
         raise OptionError(f"{what} for backend 'eager', got {name!r}; leave backend out")
-    return choose(name or ("eager" if sparse or tail or rows else None), device, logits, want)
+    if name is None and (sparse or tail or rows):
+        name = "eager"
+    return choose(name, device, logits, want)
 
 
 def compilable(hidden: Tensor, head: LMHead) -> int:
@@ -123,7 +125,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 def check_loss(reduction: str, per: str, hidden: Tensor) -> None:
     """Raise where a loss has no such reduction, or where it is not per token and there are no such sequences."""
     check_reduction(reduction)
-    if per not in ("token", "sequence"):
+    if not isinstance(per, str) or per not in ("token", "sequence"):
         raise OptionError(f"per: expected 'token' or 'sequence', got {per!r}")
     if per == "token":
         return
@@ -156,6 +158,8 @@ def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.de
     if math.prod(shape) != 1:
         raise OptionError(f"denominator: expected one number, got shape {shape}")
     if isinstance(denominator, Tensor):
+        if denominator.is_meta and device.type != "meta":
+            raise DeviceError(f"denominator is on meta, hidden on {device}; give it a value there")
         return denominator.detach().reshape(())
     if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
         raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")
@@ -332,7 +336,9 @@ def _check_temperature(
         return float(temperature), None
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
-    unread = torch.compiler.is_compiling() or capturing(hidden)
+    if temperature.is_meta and not hidden.is_meta:
+        raise DeviceError(f"temperature is on meta, hidden on {hidden.device}; give it values there")
+    unread = torch.compiler.is_compiling() or capturing(hidden) or temperature.is_meta
     if not unread and not bool(are_temperatures(temperature.float()).all()):
         raise OptionError(
             f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"
