@@ -93,6 +93,14 @@ def test_a_losss_own_backward_is_refused_where_it_leaves_sweeps_out():
         GradientError, match=r"expected rollout\.backward\(loss\).*: zero the gradients, generate again"
     ):
         made().kl.sum().backward()
+    rollout = made()
+    for loss, of in (
+        (rollout.kl.sum(), list(model.parameters())),
+        (rollout.soft.weights.square().sum(), [model.table]),
+        (rollout.hidden.sum(), [model.table]),
+    ):
+        with pytest.raises(GradientError, match=r"got a backward or autograd\.grad of the loss itself"):
+            torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
     rollout = made()  # with gradients of zero, as the message says
     rollout.backward(rollout.kl.sum())
     ways = [gradients(model)]

@@ -18,7 +18,7 @@ class Carried:
     The two are equal; what is missing is the gradient from each row that is read to where it was produced. With J the
     Jacobian of `produced` with respect to `rows`, strictly lower triangular in the steps, the gradient of a loss with
     respect to the rows is Σ_i (Jᵀ)ⁱ·g, g its gradient in the graph: T - 1 terms at most, each a backward sweep.
-    GradientError for a loss's own backward, which leaves them out; `autograd.grad` of parameters isn't seen.
+    GradientError for a loss's own backward, or `autograd.grad` of it, which leave them out: see `watch`.
     """
 
     rows: Tensor  # (B, T - 1, H)
@@ -27,12 +27,12 @@ class Carried:
     most: int
     sweeps: int = 0
     left: float = 1.0  # the last term's norm relative to the sum's
-    guard: RemovableHandle = field(init=False, repr=False)
+    guards: list[RemovableHandle] = field(default_factory=list, repr=False)
 
-    def __post_init__(self) -> None:
-        self.guard = self.rows.register_post_accumulate_grad_hook(_refuse)
-        if self.due == 0:
-            self.guard.remove()
+    def watch(self, *results: Tensor) -> None:
+        """Refuse gradients through what losses are made of, until `backward` runs the sweeps that these would lack."""
+        if self.due:
+            self.guards += [x.register_hook(_refuse) for x in results if x.requires_grad]
 
     @property
     def due(self) -> int:
@@ -41,6 +41,8 @@ class Carried:
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of a loss into every parameter's `.grad`."""
+        while self.guards:
+            self.guards.pop().remove()
         total = torch.zeros_like(self.rows)
         outputs: Tensor = loss
         cotangent: Tensor | None = None
@@ -51,15 +53,14 @@ class Carried:
             total += cotangent
             self.sweeps += 1
             self.left = float(cotangent.norm() / total.norm().clamp(min=torch.finfo(total.dtype).tiny))
-        self.guard.remove()
         torch.autograd.backward([loss, self.produced], [torch.ones_like(loss), total])
         self.rows.grad = None
 
 
-def _refuse(rows: Tensor) -> None:
-    """Of rows whose gradient would end here: a function of no object, since what it held would not be freed with it."""
+def _refuse(grad: Tensor) -> None:
+    """Of a gradient that would stop at each token: a function of no object, since what it held would not be freed."""
     raise GradientError(
-        "expected rollout.backward(loss), which runs the backward sweeps, got a backward of the loss itself, whose "
-        "gradient stops at each token: zero the gradients, generate again and call the former, or generate with "
-        "carry='cached'"
+        "expected rollout.backward(loss), which runs the backward sweeps, got a backward or autograd.grad of the loss "
+        "itself, whose gradient stops at each token: zero the gradients, generate again and call the former, or "
+        "generate with carry='cached'"
     )

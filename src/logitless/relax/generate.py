@@ -84,8 +84,8 @@ class Rollout:
     """What was generated: `soft` (B, T), `hidden` (B, T, H') that each was drawn from, `alive` (B, T) up to the end id.
 
     kl: (B, T) fp32, KL(policy‖reference) of each step, 0 past the end, and without a reference.
-    Call `backward(loss)`, which for `sweeps` runs them, where `loss.backward()` raises GradientError; the number of
-    sweeps is then `carried.sweeps`.
+    Call `backward(loss)`, which for `sweeps` runs them, where `loss.backward()` and `autograd.grad(loss, ...)` raise
+    GradientError; the number of sweeps is then `carried.sweeps`.
     """
 
     soft: SoftTokens
@@ -148,6 +148,8 @@ def generate(
         seen = read(reference, prompts, mask, drawn, sampling.carry == "sweeps"), reference.head()
         with torch.set_grad_enabled(torch.is_grad_enabled() and sampling.carry != "none"):  # the head's too
             kl = online_kl(hidden, policy.head(), seen, alive=alive, memory_budget=sampling.memory_budget)
+    if carried is not None:
+        carried.watch(soft.weights, *soft.embedded, hidden, kl)
     return Rollout(soft, hidden, alive, kl, carried)
 
 
