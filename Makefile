@@ -106,8 +106,8 @@ test-peers: .venv/dev.stamp
 
 # QuACK's own signature beside the stand-in for it; its kernels need CUTLASS and a GPU, and are not run.
 test-quack: .venv/dev.stamp
-	$(PIP) --no-deps --upgrade --target build/quack quack-kernels
-	PYTHONPATH=build/quack $(PYTEST) 2 tests/vocab/passes/test_quack.py
+	$(PIP) --no-deps --upgrade --target build/quack/site-packages quack-kernels
+	PYTHONPATH=build/quack/site-packages $(PYTEST) 2 tests/vocab/passes/test_quack.py
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp

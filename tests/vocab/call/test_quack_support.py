@@ -34,6 +34,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(quack_support, "installed", lambda: "0.6.4")
+    monkeypatch.setattr(quack_support, "misplaced", lambda: None)
 
 
 def test_where_it_runs(hopper):
@@ -64,6 +65,21 @@ def test_without_the_package(version, line, hopper, monkeypatch):
 def test_later_versions(version, hopper, monkeypatch):
     monkeypatch.setattr(quack_support, "installed", lambda: version)
     assert quack_support.why_not("cuda") is None
+
+
+@pytest.mark.parametrize("folder", ["plain", "site-packages", "venv/lib/site-packages/nvidia_cutlass_dsl/dsl_packages"])
+def test_where_cutlass_lies(folder, tmp_path, monkeypatch):
+    """QuACK 0.6.5 raises `no fail-closed semantic key` as it is imported where it takes CUTLASS for its own."""
+    monkeypatch.setattr(quack_support, "installed", lambda: "0.6.5")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    place = tmp_path / folder / "cutlass"
+    place.mkdir(parents=True)
+    (place / "__init__.py").touch()
+    quack_support.misplaced.cache_clear()
+    said = quack_support.why_not("cuda")
+    quack_support.misplaced.cache_clear()
+    wrong = f"it takes CUTLASS for its own, and fails, but in a folder named site-packages, got {place}"
+    assert (said == wrong) == (folder == "plain")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])

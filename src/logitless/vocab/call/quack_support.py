@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from .call import Call
 NAME, PACKAGE, FUNCTION = "quack", "quack-kernels", "linear_cross_entropy"
 LEAST = (0, 6, 2)  # the first version with `scaled_exp_linear_cross_entropy_fwd`
 HOPPER = (9, 0)  # compute capability: its kernels are written for this one, not for later ones
+FOLDERS = {"site-packages", "dist-packages"}  # by which it tells the functions of other packages from its own
 ALIGNED, ALIGNED_BYTES = 8, 16  # numbers of a row that its copies read at a time, and bytes
 Conditions = Iterable[tuple[bool, str, object]]
 
@@ -31,6 +34,8 @@ def why_not(device: torch.device | str) -> str | None:
         return f"{PACKAGE} is not installed: pip install {PACKAGE}"
     if tuple(int(x) for x in found.split(".")[:3] if x.isdecimal()) < LEAST:
         return f"it needs {PACKAGE} {need} or later, got {found}: pip install --upgrade {PACKAGE}"
+    if (folder := misplaced()) is not None:
+        return f"it takes CUTLASS for its own, and fails, but in a folder named site-packages, got {folder}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.version.hip is not None:
@@ -46,6 +51,14 @@ def why_not(device: torch.device | str) -> str | None:
 def installed() -> str | None:
     """Its version, None where it is not installed; a process asks once, since files are read for it."""
     return version_of(PACKAGE)
+
+
+@cache
+def misplaced() -> str | None:
+    """Where CUTLASS's Python package lies, if QuACK takes it for its own there; asked once, and not imported."""
+    spec = find_spec("cutlass")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return next((place for place in places if not FOLDERS & set(Path(place).parts)), None)
 
 
 def check_loss(reduction: str, weight: Tensor | None, label_smoothing: float, z_loss: float) -> None:
