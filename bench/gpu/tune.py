@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ class Trial:
     def frozen(self, want: tuple[str, ...]) -> Callable[[], Any]:
         """Statistics whose gradients of hidden states are products made on the way, of one basis or two."""
         hidden = self.hidden.detach().requires_grad_()
-        return lambda: ll.token_stats(hidden, self.head, self.labels, want=want, backend="triton")
+        reference = (self.hidden.flip(0), self.head) if "kl" in want else None
+        return lambda: ll.token_stats(hidden, self.head, self.labels, want=want, reference=reference, backend="triton")
 
     def loss(self, trains_head: bool = False) -> Callable[[], Any]:
         """A loss with the gradient of hidden alone, two products, or of the head as well, three and their sums."""
@@ -154,34 +156,35 @@ class Parts:
 
     def all(self) -> dict[str, Callable[[], None]]:
         thin = self.thin
-        best = thin.values(top_k=20), thin.values(want=("logprob", "entropy", "kl"))
+        plain = thin.values(), thin.frozen(("logprob", "entropy"))
+        best = thin.values(top_k=20), thin.values(want=("logprob", "entropy", "kl")), thin.frozen(("logprob", "kl"))
         whole = self.whole
         return {
             "sums by the kernel of the products": lambda: self.products("sums", whole.values()),
             "weights by the kernel of the products": lambda: self.products("weights", whole.loss(trains_head=True)),
-            "plain": lambda: self.kernel("plain", thin.values()),
+            "plain": lambda: self.kernel("plain", lambda: [step() for step in plain]),
             "logits_grad": lambda: self.kernel("logits_grad", thin.loss()),
             "plain_basis": lambda: self.kernel("plain_basis", thin.frozen(("logprob",))),
-            "basis": lambda: self.warps_of("basis", thin.frozen(("logprob", "rank"))),
             "best": lambda: self.kernel("best", lambda: [step() for step in best]),
             "draw": self.draw,
             "slices that are not kept": self.streams,
             "the next slice's products on a second stream": self.overlap,
             "accumulate": lambda: self.kernel("accumulate", thin.values(want=("logprob", "entropy", "rank"))),
-            "bases": lambda: self.warps_of("bases", thin.frozen(("logprob", "entropy"))),
             "look": lambda: self.kernel("look", thin.values(want=("jsd",))),
             "products and fold in one kernel": self.gemm,
         }
 
+    @contextmanager
+    def of_slices(self) -> Iterator[None]:
+        """Calls have slices of logits, whatever the kernel of the products would save them."""
+        with patch.dict(self.sizes["sums"], used=0), patch.dict(self.sizes["weights"], used=0):
+            yield
+
     def kernel(self, name: str, step: Callable[[], Any]) -> None:
         """Block and warps."""
         sizes = ({"block": b, "warps": w} for b, w in product(self.blocks, self.warps))
-        best_of(self.thin, self.sizes[name], sizes, step)
-
-    def warps_of(self, name: str, step: Callable[[], Any]) -> None:
-        """Warps alone: a block is a row of the slice."""
-        warps = self.warps if self.tiny else (*self.warps, 32)
-        best_of(self.thin, self.sizes[name], ({"warps": w} for w in warps), step)
+        with self.of_slices():
+            best_of(self.thin, self.sizes[name], sizes, step)
 
     def products(self, name: str, step: Callable[[], Any]) -> None:
         """The kernel that sums its products, or none; of a loss that trains its head, whose gradient it writes once."""
@@ -201,10 +204,12 @@ class Parts:
 
     def streams(self) -> None:
         mib = ({"streamed_bytes": size << 20} for size in ((1,) if self.tiny else STREAMED_MIB))
-        best_of(self.whole, self.sizes, mib, self.whole.values())
+        with self.of_slices():
+            best_of(self.whole, self.sizes, mib, self.whole.values())
 
     def overlap(self) -> None:
-        best_of(self.whole, self.sizes, iter(({"overlap": 1},)), self.whole.values())
+        with self.of_slices():
+            best_of(self.whole, self.sizes, iter(({"overlap": 1},)), self.whole.values())
 
     def gemm(self) -> None:
         sizes = self.sizes["gemm"]

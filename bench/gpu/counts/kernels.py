@@ -120,7 +120,8 @@ def compiled(launch: Launch) -> Counted:
         shared=shared,
         per_processor=per_processor(used["REG"], warps, shared),
         entries=_block(launch.arguments) / threads,
-        loop=sass.hot_loop(instructions),
+        # to write weights a kernel goes over its entries once more
+        loop=sass.hot_loop(instructions, reads=1 + any(map(launch.switches.get, ("BASIS0", "BASES")))),
         way=sass.way(instructions),
         loads=sass.widths(instructions, ("LDG", "LDGSTS")),
         stores=sass.widths(instructions, ("STG",)),

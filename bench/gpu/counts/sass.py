@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 LABEL = re.compile(r"^\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_]*)([A-Z0-9_.]*)\s*([^;]*);")
@@ -82,8 +82,11 @@ def _loops(code: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
             yield first, last
 
 
-def hot_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The innermost loop that reads memory or multiplies matrices; of several the longest."""
+def hot_loop(code: Sequence[Instruction], reads: int = 1) -> Loop | None:
+    """The innermost loop that reads memory or multiplies matrices; of several the longest.
+
+    reads: how often a kernel goes over its entries; so many loops count together.
+    """
     found = []
     for first, last in _loops(code):
         if any(i.opcode in READS or "GMMA" in i.opcode for i in code[first : last + 1]):
@@ -91,7 +94,12 @@ def hot_loop(code: Sequence[Instruction]) -> Loop | None:
     inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
     if not inner:
         return None
-    first, last = max(inner, key=lambda loop: loop[1] - loop[0])
+    longest = sorted(inner, key=lambda loop: loop[0] - loop[1])[:reads]
+    counts = [_loop(code, *loop) for loop in longest]
+    return Loop(*map(sum, zip(*map(astuple, counts), strict=True)))
+
+
+def _loop(code: Sequence[Instruction], first: int, last: int) -> Loop:
     body = code[first : last + 1]
     skipped: set[int] = set()
     for at, instruction in enumerate(body):

@@ -76,8 +76,8 @@ COMMITTED = read_lines(OUT)
 BOUNDS = {r["call"]: r for r in COMMITTED if r["kind"] == "gpu-count"}
 # what the fast test compiles: calls that have a kernel of their own, and kernels that go over all entries or rows
 FAST = (
-    "loss", "values", "odd-loss", "max-logit", "top-20", "frozen", "frozen-kl", "ppo", "fp16", "jsd", "sample",
-    "values-slices", "frozen-slices", "odd-loss-slices",
+    "loss", "values", "odd-loss", "max-logit", "top-20", "frozen", "frozen-entropy", "frozen-kl", "ppo", "fp16", "jsd",
+    "sample", "values-slices", "frozen-slices", "odd-loss-slices",
 )  # fmt: skip
 HOT = (
     "accumulate_slice", "accumulate_plain_slice", "weigh_plain_slice", "logits_grad_slice", "look_again",
@@ -184,15 +184,24 @@ def test_a_vocabulary_of_any_size_is_read_and_written_in_wide_vectors(found):
 @pytest.mark.parametrize(
     ("name", "warps"),
     {
-        "max-logit accumulate_slice": 16,
+        "max-logit accumulate_slice": 20,
         "frozen-slices weigh_plain_slice": 32,
-        "frozen-kl accumulate_slice": 16,
+        "frozen-entropy accumulate_plain_slice": 32,
+        "frozen-kl accumulate_slice": 20,
         "ppo accumulate_slice": 16,
     }.items(),
 )
 def test_a_processor_has_enough_warps_to_hide_memory(found, name, warps):
     kernel = kernel_of(found, *name.split())
     assert kernel["per_processor"] * kernel["warps"] >= warps
+
+
+@pytest.mark.parametrize("name", ["frozen-entropy accumulate_plain_slice", "frozen-kl accumulate_slice"])
+def test_a_processor_holds_several_programs_that_write_weights(found, name):
+    """None of which has a whole row in its registers: decision 0050."""
+    kernel = kernel_of(found, *name.split())
+    assert kernel["per_processor"] >= 4
+    assert kernel["switches"]["BLOCK"] <= 4096
 
 
 def test_nothing_spills_but_what_is_off(found):
@@ -362,6 +371,13 @@ def test_a_loop_is_found_and_what_a_branch_skips_is_left_out():
     assert sass.widths(code, ("LDG",)) == {"128": 1}
     assert sass.widths(code, ("STG",)) == {"16": 1}
     assert sum(i.opcode == "STL" for i in code) == 1
+
+
+def test_loops_that_go_over_the_same_entries_count_together():
+    code = sass.parse(LOOP + LOOP.replace("L_x", "L_y"))
+    once, twice = (sass.hot_loop(code, reads) for reads in (1, 2))
+    assert (once.always, twice.always) == (13, 26)
+    assert (once.barriers, twice.barriers) == (1, 2)
 
 
 ARMS = """

@@ -499,22 +499,38 @@ def test_tuning_no_part_says_which_there_are(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["plain", "plain_basis", "basis", "bases", "best", "accumulate"])
+@pytest.mark.parametrize("name", ["plain", "plain_basis", "best", "accumulate"])
 def test_a_kernel_is_tuned_by_calls_that_run_it(name, monkeypatch):
     from bench.gpu import tune  # which needs Triton
     from logitless.vocab.backends.triton.backend import Running
 
-    ran, kind = set(), Running.kind
+    ran, kind = set(), Running.kind.fget
 
-    def seen(self, weights):
-        ran.add(kind(self, weights))
-        return kind(self, weights)
+    def seen(self):
+        ran.add(kind(self))
+        return kind(self)
 
-    monkeypatch.setattr(Running, "kind", seen)
+    monkeypatch.setattr(Running, "kind", property(seen))
     monkeypatch.setattr(tune.Trial, "seconds", lambda _, step: float(step() is None))
     sizes = copy.deepcopy(triton_tuned.table("interpreter"))
     tune.Parts(Bench("cpu", time.monotonic() + 100), sizes, True).all()[name]()
     assert ran == {name}
+
+
+def test_slices_are_tuned_where_the_kernel_of_the_products_is_used(monkeypatch):
+    """Which would leave none to read: each size would take the same time."""
+    from bench.gpu import tune  # which needs Triton
+
+    sizes, seen = copy.deepcopy(triton_tuned.table("interpreter")), set()
+    both = sizes["sums"], sizes["weights"]
+    for kind in both:
+        kind["used"] = 1
+    monkeypatch.setattr(tune.Trial, "seconds", lambda *_: seen.add(tuple(kind["used"] for kind in both)) or 1.0)
+    parts = tune.Parts(Bench("cpu", time.monotonic() + 100), sizes, True)
+    for name in ("plain", "logits_grad", "plain_basis", "slices that are not kept"):
+        parts.all()[name]()
+    assert seen == {(0, 0)}
+    assert [kind["used"] for kind in both] == [1, 1]
 
 
 def test_a_tuning_that_is_ended_leaves_what_it_has_found(tmp_path, monkeypatch):

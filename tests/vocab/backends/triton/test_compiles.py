@@ -91,8 +91,10 @@ print(json.dumps({
     "accumulate, everything": compiled("accumulate_slice", accumulate, at | every | {
         "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
         "TOP": 32, "BLOCK": 2048}),
-    "accumulate with weights": compiled("accumulate_slice", sizes["bases"], at | {
-        "BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
+    "accumulate with weights": compiled("accumulate_slice", sizes["best"], at | {
+        "BASIS0": 1, "BASIS1": 2, "BLOCK": sizes["best"]["block"], "WITH_T": True}),
+    "accumulate with weights, plain": compiled("accumulate_plain_slice", sizes["plain"], {
+        "ROWS": 1, "BLOCK": sizes["plain"]["block"], "LABEL": True, "WITH_T": True, "BASES": True}),
     "accumulate, best of groups": compiled("accumulate_slice", accumulate, at | {
         "FIRST": True, "GROUP": 64, "WITH_SUM": True}),
     "logits_grad": compiled("logits_grad_slice", logits_grad, back),
@@ -153,7 +155,8 @@ def test_each_compiles_for_hopper_without_spills_or_atomics(kernels):
 
 
 def test_slices_are_read_sixteen_bytes_at_a_time(kernels):
-    accumulating = ("accumulate", "accumulate, plain", "weights, plain", "accumulate with weights")
+    over = ("accumulate with weights", "accumulate with weights, plain")
+    accumulating = ("accumulate", "accumulate, plain", "weights, plain", *over)
     for name in (*accumulating, "logits_grad", "second look", "scaled"):
         assert kernels[name]["wide"] > 0, name
 
@@ -161,6 +164,7 @@ def test_slices_are_read_sixteen_bytes_at_a_time(kernels):
 def test_a_gradient_over_its_own_input_waits_for_all_reads(kernels):
     assert kernels["logits_grad"]["barriers"] > 0
     assert kernels["accumulate with weights"]["barriers"] > 0
+    assert kernels["accumulate with weights, plain"]["barriers"] > 0
 
 
 def test_noise_is_rounded_as_everywhere_else(kernels):

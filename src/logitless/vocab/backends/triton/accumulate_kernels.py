@@ -10,7 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maths import EMPTY, FAR, MASK, TAKEN, expm1, finite, keys_of, load_rows, logits, minus_e, ordered, times
+from .maths import (
+    EMPTY,
+    FAR,
+    MASK,
+    TAKEN,
+    expm1,
+    finite,
+    keys_of,
+    load_rows,
+    logits,
+    minus_e,
+    ordered,
+    times,
+    without_label,
+)
 
 # The rows of a running accumulation, (FIELDS, parts, n); those from M_REF on only where there is a reference.
 FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "near", "shift", "a", "b", "a_ref")
@@ -40,7 +54,7 @@ def keep_best(best, keys):
 def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr):
     """Accumulates a block of logits, MASK where one does not count, into the sums over the policy alone.
 
-    Also returns the weights e^(x-m), the old weights' factor, and its logarithm.
+    Also returns the weights e^(x-m), the old sums' factor, and its logarithm.
     """
     if RANK:
         above += tl.sum((x > label_logit[:, None]).to(x.dtype), 1)
@@ -59,7 +73,23 @@ def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R
         r = r * grow * grow + tl.sum(w * w, 1)
     newest = peak > m
     rest = tl.where(newest, others + (ties - 1.0) + (1.0 + rest) * grow, rest + others + ties * tl.exp(peak - top))
-    return w, d, grow, step, top, rest, t, r, above
+    return w, grow, step, top, rest, t, r, above
+
+
+@triton.jit
+def weighted(w, gap, INFINITE: tl.constexpr):
+    """w·gap, 0 where w is 0 whatever the gap is."""
+    if INFINITE:
+        return times(w, gap)
+    return w * gap
+
+
+@triton.jit
+def gaps(x, z_ref, shift, valid, INFINITE: tl.constexpr):
+    """z_ref - z + d0; where logits can be -inf, 0 where both are or nothing is to be seen."""
+    if INFINITE:
+        return minus_e(x, z_ref, shift, valid)
+    return (z_ref - x) + shift[:, None]
 
 
 @triton.jit
@@ -80,12 +110,14 @@ def moved_b(b, s, s_ref, grow, step, down, up):
 
 
 @triton.jit
-def add_reference(gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.constexpr):
-    """Accumulates a block into the sums of KL; also returns the reference's weights and their old ones' factor.
+def add_reference(
+    gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, INFINITE: tl.constexpr, WITH_QE: tl.constexpr
+):
+    """Accumulates a block into the sums of KL.
 
     m, shift: with the block. a, b and a_ref are measured from that shift already, b relative to that maximum.
     """
-    a = times(grow, a) - tl.sum(times(w, gap), 1)
+    a = times(grow, a) - tl.sum(weighted(w, gap, INFINITE), 1)
     top = tl.maximum(m_ref, tl.max(z_ref, 1))
     grow_ref = tl.exp(m_ref - top)
     w_ref = tl.exp(z_ref - top[:, None])
@@ -93,8 +125,8 @@ def add_reference(gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH
     grown = w_ref * tl.exp((top - m) + shift)[:, None]  # w·e^(-e), where a factor would overflow
     b += tl.sum(tl.where(tl.abs(gap) < 1.0, expm1(gap) * w, grown - w), 1)
     if WITH_QE:
-        a_ref = times(grow_ref, a_ref) - tl.sum(times(w_ref, gap), 1)
-    return w_ref, grow_ref, top, s_ref, a, b, a_ref
+        a_ref = times(grow_ref, a_ref) - tl.sum(weighted(w_ref, gap, INFINITE), 1)
+    return top, s_ref, a, b, a_ref
 
 
 @triton.jit
@@ -140,13 +172,22 @@ def store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, W
 
 
 @triton.jit
-def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref):
+def load_slice(at, room, seen, RAGGED: tl.constexpr):
+    """Numbers of a slice, 0 where rows have ended."""
+    x = tl.load(at, mask=room, other=0.0)
+    if RAGGED:
+        x = tl.where(seen, x, 0.0)
+    return x
+
+
+@triton.jit
+def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref, INFINITE: tl.constexpr):
     """What multiplies W in a basis' product."""
     out = w
     if BASIS == 2:
         out = w * d
     elif BASIS == 3:
-        out = -times(w, gap)
+        out = -weighted(w, gap, INFINITE)
     elif BASIS == 4:
         out = w * w
     elif BASIS == 5:
@@ -203,8 +244,9 @@ def accumulate_slice(
 ):
     """Takes one slice of the head's products into the running accumulations of (token, part of the slice).
 
-    WRITE_BACK: leave final logits in place of the products. BASIS0, BASIS1: write these bases' weights, relative to
-    the new maximum, over the products or elsewhere, and the growth of the maximum; the block then holds whole rows.
+    WRITE_BACK: leave final logits in place of the products. BASIS0, BASIS1: read the slice, in one part, once more, and
+    write these bases' weights, relative to the new maximum, the first ones over the products or elsewhere; and the
+    growth of the maximum.
     padded: the entries that a row has room for, RAGGED where these are more than `width`.
     GROUP: instead of the best entries themselves `best_keys` gets the highest of every GROUP neighbours, (n, groups).
     """
@@ -249,6 +291,9 @@ def accumulate_slice(
     if LABEL:
         label = tl.load(labels + rows, mask=live, other=-1)
         label_logit = tl.maximum(tl.load(label_logits + rows, mask=live, other=0.0), MASK)
+    m_before, m_ref_before, shift_before = m, m_ref, shift
+    here = (label - start).to(tl.int32)  # its column of the slice
+    INFINITE: tl.constexpr = BIAS or REF_BIAS
     begin = part * part_width
     stop = tl.minimum(begin + part_width, width)
     edge = tl.minimum(begin + part_width, padded)  # whole vectors are read and written where rows end within one
@@ -259,9 +304,7 @@ def accumulate_slice(
         seen = live[:, None] & inside[None, :]
         room = live[:, None] & (columns < edge)[None, :]
         at = raw + rows[:, None] * raw_stride + columns[None, :]
-        x = tl.load(at, mask=room, other=0.0)
-        if RAGGED:
-            x = tl.where(seen, x, 0.0)
+        x = load_slice(at, room, seen, RAGGED)
         x = logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, True)
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, x, 0.0), 1)
@@ -272,58 +315,82 @@ def accumulate_slice(
             peaks = tl.max(tl.reshape(tl.where(seen, x, -float("inf")), (ROWS, BLOCK // GROUP, GROUP)), 2)
             at_group = best_keys + rows[:, None] * tl.cdiv(width, GROUP) + groups[None, :]
             tl.store(at_group, ordered(peaks), mask=live[:, None] & (groups * GROUP < stop)[None, :])
-        valid = seen & (ids[None, :] != label[:, None])
+        valid = seen & (columns[None, :] != here[:, None])
         gap = x
         z_ref = x
         moved = zero
         if REF:
             at_ref = ref_raw + rows[:, None] * ref_stride + columns[None, :]
-            z_ref = tl.load(at_ref, mask=room, other=0.0)
-            if RAGGED:
-                z_ref = tl.where(seen, z_ref, 0.0)
+            z_ref = load_slice(at_ref, room, seen, RAGGED)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
             before = shift
-            near, shift = nearest(finite(x), finite(z_ref), valid, near, shift)
+            if INFINITE:
+                near, shift = nearest(finite(x), finite(z_ref), valid, near, shift)
+            else:
+                near, shift = nearest(x, z_ref, valid, near, shift)
             moved = before - shift
-            gap = minus_e(x, z_ref, shift, valid)
+            gap = gaps(x, z_ref, shift, valid, INFINITE)
+        if BIAS:
+            x = finite(x)
+        if REF_BIAS:
             z_ref = finite(z_ref)
-        x = finite(x)
         if WRITE_BACK:
             tl.store(at, x, mask=room)
             if REF:
                 tl.store(at_ref, z_ref, mask=room)
-        final = x
         x = tl.where(valid, x, MASK)
         s = 1.0 + rest
-        w, d, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
-        w_ref = w
-        grow_ref = grow
+        w, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         if REF:
             z_ref = tl.where(valid, z_ref, MASK)
             a += s * moved
             b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
             a_ref += s_ref * moved
-            w_ref, grow_ref, m_ref, s_ref, a, b, a_ref = add_reference(
-                gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE
+            m_ref, s_ref, a, b, a_ref = add_reference(
+                gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, INFINITE, WITH_QE
             )
-        if BASIS0 > 0:
-            flat = tl.zeros((ROWS, BLOCK), dtype) + 1.0
-            if CAP:
-                share = final / load_rows(row_scales, 2, n, rows, live)[:, None]
-                flat = 1.0 - share * share
-            tl.debug_barrier()  # the weights may lie over products that other threads have yet to read
-            at0 = out0 + rows[:, None] * out0_stride + columns[None, :]
-            tl.store(at0, (basis_weights(BASIS0, w, d, gap, w_ref) * flat).to(out0.dtype.element_ty), mask=room)
-            if BASIS1 > 0:
-                at1 = out1 + rows[:, None] * out1_stride + columns[None, :]
-                tl.store(at1, (basis_weights(BASIS1, w, d, gap, w_ref) * flat).to(out1.dtype.element_ty), mask=room)
-            tl.store(growth + rows, grow, mask=live)
-            tl.store(growth + n + rows, step, mask=live)
-            tl.store(growth + 2 * n + rows, grow_ref, mask=live)
-            tl.store(growth + 3 * n + rows, moved, mask=live)
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
         store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, WITH_QE)
+    if BASIS0 > 0:
+        tl.store(growth + rows, tl.exp(m_before - m), mask=live)
+        tl.store(growth + n + rows, m_before - m, mask=live)
+        tl.store(growth + 2 * n + rows, tl.exp(m_ref_before - m_ref), mask=live)
+        tl.store(growth + 3 * n + rows, shift_before - shift, mask=live)
+        for column in range(0, width, BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            ids = start + columns
+            inside = columns < width
+            room = live[:, None] & (columns < padded)[None, :]  # what is past a row's end nobody reads
+            x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=room, other=0.0)
+            z_ref = x
+            if REF:
+                z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=0.0)
+            tl.debug_barrier()  # the weights may lie over products that other threads have yet to read
+            x = logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, not WRITE_BACK)
+            gap = x
+            w_ref = x
+            if REF:
+                z_ref = logits(
+                    z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, not WRITE_BACK
+                )
+                gap = gaps(x, z_ref, shift, room, INFINITE)
+                if REF_BIAS:
+                    z_ref = finite(z_ref)
+                w_ref = tl.exp(without_label(z_ref, columns, here, column, BLOCK) - m_ref[:, None])
+            if BIAS:
+                x = finite(x)
+            flat = tl.full((1, 1), 1.0, dtype)
+            if CAP:
+                share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
+                flat = 1.0 - share * share
+            d = without_label(x, columns, here, column, BLOCK) - m[:, None]
+            w = tl.exp(d)
+            w0 = basis_weights(BASIS0, w, d, gap, w_ref, INFINITE) * flat
+            tl.store(out0 + rows[:, None] * out0_stride + columns[None, :], w0.to(out0.dtype.element_ty), mask=room)
+            if BASIS1 > 0:
+                w1 = basis_weights(BASIS1, w, d, gap, w_ref, INFINITE) * flat
+                tl.store(out1 + rows[:, None] * out1_stride + columns[None, :], w1.to(out1.dtype.element_ty), mask=room)
     if BEST > 0:
         tl.store(places, best, mask=live[:, None])
 
@@ -487,7 +554,7 @@ def accumulate_products(
             zsum += tl.sum(tl.where(seen, z, 0.0), 1)
         valid = seen & (ids[None, :] != label[:, None])
         z = tl.where(valid, finite(z), MASK)
-        _, _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
+        _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)

@@ -27,7 +27,7 @@ from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference, merge
-from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_gradient, of_slice, rows_of, slice_of
+from .slices import Heads, ahead, buffer_of, heads_of, narrow, of_gradient, of_slice, rows_of, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
 from .weights import state_bytes, sum_products, sums_products, weigh_products, weights_grad, writes_weights
@@ -54,7 +54,7 @@ class Running:
         self.lean = self.is_lean(keep)
         asked = chunk.sums, chunk.top_k, bases
         self.weighs = weighs_plainly(chunk.policy.head, chunk.reference, chunk.policy.compute, *asked)
-        sizes = self.sizes = table_for(self.heads.device)[self.kind(bool(bases))]
+        sizes = self.sizes = table_for(self.heads.device)[self.kind]
         self.blocks = triton.cdiv(n, sizes["rows"])
         most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
         self.parts = parts or (1 if bases else max(1, most))
@@ -74,15 +74,14 @@ class Running:
         self.products = {basis: filled(n, sum(self.widths), **like) for basis in bases}
         self.levels = filled(n if self.weighs else 0, **like)  # that the kernel for plain heads keeps weights near to
 
-    def kind(self, weights: bool) -> str:
-        """The kernel's sizes, by the registers that it takes; weights: whether it writes some."""
+    @property
+    def kind(self) -> str:
+        """The kernel's sizes, by the registers that it takes."""
         if self.lean:
             return "plain"
         if self.weighs:
             return "plain_basis"
-        if weights:
-            return "bases" if len(self.bases) > 1 and self.chunk.reference is None else "basis"
-        return "best" if self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
+        return "best" if self.bases or self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
 
     def is_lean(self, keep: str | None) -> bool:
         """Whether the kernel for plain heads has all that is asked for."""
@@ -90,7 +89,9 @@ class Running:
         scaled = late is None or (isinstance(late, float) and 0 < late < STEEPEST)
         grouped = 4 * self.topk.group <= table_for(self.heads.device)["plain"]["block"]  # within a block's quarter
         best = chunk.top_k and not (self.topk.group and grouped)
-        simple = not (self.bases or best or self.flags["WITH_R"] or self.flags["RANK"])
+        simple = not (best or self.flags["WITH_R"] or self.flags["RANK"])
+        if self.bases:  # of entropy's, which are relative to the maximum
+            simple &= self.bases == ("p", "plogp") and not chunk.top_k
         bare = chunk.reference is None and chunk.policy.bias is None and chunk.policy.outer is None
         as_is = keep != "logits" or self.heads.plain
         return simple and bare and scaled and as_is and chunk.policy.compute == torch.float32
@@ -98,7 +99,7 @@ class Running:
     def add(self, tile: Tile, w: Operands) -> None:
         """Accumulates one slice."""
         if self.lean:
-            self.add_plain(tile)
+            self.add_plain(tile, w)
         elif self.weighs:
             self.add_weighed(tile, w)
         else:
@@ -109,9 +110,7 @@ class Running:
         """`add` by the kernel that has every statistic."""
         sizes, best = self.sizes, self.topk
         blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
-        weights = [self.room(tile, w, k) for k in range(len(self.bases))]
-        out0, out1 = (*weights, tile.z, tile.z)[:2]
-        names = (*self.bases, "", "")
+        weights, names = self.weights(tile, w), (*self.bases, "", "")
         accumulating.accumulate_slice[(self.blocks, self.parts)](
             **of_slice(tile),
             **self.heads.tensors,
@@ -121,10 +120,7 @@ class Running:
             state=self.state,
             best_keys=best.keys,
             label_logits=self.heads.label_logits,
-            out0=out0,
-            out1=out1,
-            out0_stride=out0.stride(0),
-            out1_stride=out1.stride(0),
+            **written(weights, tile),
             growth=self.growth,
             n_parts=self.parts,
             part_width=blocks * sizes["block"],
@@ -137,9 +133,13 @@ class Running:
             BASIS0=accumulating.BASES[names[0]],
             BASIS1=accumulating.BASES[names[1]],
             ROWS=sizes["rows"],
-            BLOCK=triton.next_power_of_2(tile.z.shape[1]) if self.bases else sizes["block"],
+            BLOCK=sizes["block"],
         )
         best.add(tile)
+        self.add_products(weights, w)
+
+    def add_products(self, weights: list[Tensor], w: Operands) -> None:
+        """The bases' products with a slice more, relative to its maximum."""
         self.rescale()
         for basis, x in zip(self.bases, weights, strict=True):
             self.multiply(x, w, basis, add_product)
@@ -149,14 +149,16 @@ class Running:
         for part, out in zip(w, self.products[basis].split(self.widths, 1), strict=True):
             put(x, part.to(x.dtype), out)
 
-    def add_plain(self, tile: Tile) -> None:
+    def add_plain(self, tile: Tile, w: Operands) -> None:
         """`add` by the kernel for plain heads."""
-        of_tile, sizes = of_slice(tile), self.sizes
+        of_tile, sizes, weights = of_slice(tile), self.sizes, self.weights(tile, w)
         blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
         plainly.accumulate_plain_slice[(self.blocks, self.parts)](
             **{name: of_tile[name] for name in ("raw", "raw_stride", "width", "padded", "start")},
             **{name: self.heads.tensors[name] for name in ("labels", "row_scales", "n")},
             **launch(sizes),
+            **written(weights, tile),
+            growth=self.growth,
             state=self.state,
             peaks=self.topk.keys,
             n_parts=self.parts,
@@ -165,11 +167,13 @@ class Running:
             LABEL=self.heads.flags["LABEL"],
             WITH_T=self.flags["WITH_T"],
             WITH_SUM=self.flags["WITH_SUM"],
+            BASES=bool(weights),
             GROUP=self.topk.group,
             ROWS=sizes["rows"],
             BLOCK=sizes["block"],
         )
         self.topk.add(tile)
+        self.add_products(weights, w)
 
     def add_weighed(self, tile: Tile, w: Operands) -> None:
         """`add` by the kernel for plain heads that writes weights, beside the products, which it may read twice."""
@@ -195,12 +199,13 @@ class Running:
         )
         self.multiply(weights, w, basis, product if first else add_product)
 
-    def room(self, tile: Tile, w: Operands, k: int) -> Tensor:
-        """Where the k-th basis' weights go: over the products, unless these are read again or have no room for them."""
-        dtype, width = w[0].dtype, tile.z.shape[1]
-        if self.topk.reads_logits or (k > 0 and dtype == tile.z.dtype):
-            return narrow(buffer(self.chunk, f"weights{k}", width), dtype)
-        return narrow(tile.z, dtype, k)
+    def weights(self, tile: Tile, w: Operands) -> list[Tensor]:
+        """Where each basis' weights go: the first's over the products, unless these are read again."""
+        dtype, width, over = w[0].dtype, tile.z.shape[1], not self.topk.reads_logits
+        return [
+            narrow(tile.z, dtype) if over and k == 0 else buffer_of(self.chunk, f"weights{k}", width, dtype)
+            for k in range(len(self.bases))
+        ]
 
     def rescale(self) -> None:
         """The products relative to the new maximum."""
@@ -233,6 +238,12 @@ class Running:
             zsum,
             self.topk.result() if self.chunk.top_k else None,
         )
+
+
+def written(weights: list[Tensor], tile: Tile) -> dict[str, Any]:
+    """What a kernel is told of the weights that it writes, of none up to two bases."""
+    out0, out1 = (*weights, tile.z, tile.z)[:2]
+    return {"out0": out0, "out1": out1, "out0_stride": out0.stride(0), "out1_stride": out1.stride(0)}
 
 
 def weighs_plainly(

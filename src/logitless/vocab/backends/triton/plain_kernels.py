@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .accumulate_kernels import PER_TOKEN, REST, ZSUM, M, T, store_sums
-from .maths import EMPTY, MASK, load_rows, ordered, times
+from .maths import EMPTY, MASK, load_rows, ordered, times, without_label
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -104,6 +104,11 @@ def accumulate_plain_slice(
     peaks,
     labels,
     row_scales,
+    out0,
+    out1,
+    out0_stride,
+    out1_stride,
+    growth,
     n,
     width,
     padded,
@@ -114,13 +119,15 @@ def accumulate_plain_slice(
     LABEL: tl.constexpr,
     WITH_T: tl.constexpr,
     WITH_SUM: tl.constexpr,
+    BASES: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """As `accumulate_slice`, of m, rest, t and zsum alone; a head without bias and softcap, its scale positive.
 
-    GROUP: `peaks` gets the highest of every GROUP neighbours, as they are.
+    BASES: reads the slice, in one part, once more, and writes the weights of p and of p·log p, relative to the
+    new maximum. GROUP: `peaks` gets the highest of every GROUP neighbours, as they are.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -175,20 +182,35 @@ def accumulate_plain_slice(
     m = tl.where(m <= EMPTY, EMPTY, m * late)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n
+    before = tl.full((ROWS,), EMPTY, tl.float32)
     if not FIRST:
-        m, rest, t = with_earlier(cell, field, live, m, rest, t, WITH_T)
+        before = tl.load(cell + M * field, mask=live, other=EMPTY)
+        m, rest, t = with_earlier(cell, field, live, before, m, rest, t, WITH_T)
     total = m
     if WITH_SUM:
         total = tl.sum(zsum, 1) * late
         if not FIRST:
             total += tl.load(cell + ZSUM * field, mask=live, other=0.0)
     store_sums(cell, field, live, m, rest, t, t, t, total, WITH_T, False, False, WITH_SUM)
+    if BASES:
+        tl.store(growth + rows, tl.exp(before - m), mask=live)
+        tl.store(growth + n + rows, before - m, mask=live)
+        here = (label - start).to(tl.int32)
+        for column in range(0, width, BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            room = live[:, None] & (columns < padded)[None, :]  # what is past a row's end nobody reads
+            x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=room, other=0.0)
+            tl.debug_barrier()  # the weights may lie over products that other threads have yet to read
+            d = without_label(x * late[:, None], columns, here, column, BLOCK) - m[:, None]
+            w = tl.exp2(d * LOG2E)
+            tl.store(out0 + rows[:, None] * out0_stride + columns[None, :], w.to(out0.dtype.element_ty), mask=room)
+            d = (w * d).to(out1.dtype.element_ty)
+            tl.store(out1 + rows[:, None] * out1_stride + columns[None, :], d, mask=room)
 
 
 @triton.jit
-def with_earlier(cell, field, live, m, rest, t, WITH_T: tl.constexpr):
-    """`online_softmax.merge` with what the slices before gave."""
-    m1 = tl.load(cell + M * field, mask=live, other=EMPTY)
+def with_earlier(cell, field, live, m1, m, rest, t, WITH_T: tl.constexpr):
+    """`online_softmax.merge` with what the slices before gave, whose maximum is m1."""
     rest1 = tl.load(cell + REST * field, mask=live, other=0.0)
     top = larger(m, m1)
     f, f1 = tl.exp(m - top), tl.exp(m1 - top)

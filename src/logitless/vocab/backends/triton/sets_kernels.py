@@ -111,14 +111,14 @@ def accumulate_sets(
             gap = minus_e(x, y, shift, valid)
         x = tl.where(valid, finite(x), MASK)
         s = 1.0 + rest
-        w, _, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
+        w, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         if REF:
             y = tl.where(valid, finite(y), MASK)
             a += s * moved
             b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
             a_ref += s_ref * moved
-            _, _, m_ref, s_ref, a, b, a_ref = add_reference(
-                gap, y, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE
+            m_ref, s_ref, a, b, a_ref = add_reference(
+                gap, y, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, True, WITH_QE
             )
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:

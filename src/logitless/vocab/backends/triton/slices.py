@@ -60,13 +60,12 @@ def buffer_of(chunk: Chunk, name: str, width: int, dtype: torch.dtype) -> Tensor
     return chunk.scratch.take(name, (chunk.n_tokens, taken)).view(dtype)[:, :width]
 
 
-def narrow(tile: Tensor, dtype: torch.dtype, column: int = 0) -> Tensor:
-    """Room for a slice of `dtype` in the memory of a wider one, `column` widths further on."""
+def narrow(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a slice of `dtype` in the memory of a wider one."""
     if tile.dtype == dtype:
         return tile
-    start = column * tile.stride(0)
     whole = torch.as_strided(tile, (tile.shape[0], tile.stride(0)), (tile.stride(0), 1))
-    return whole.view(dtype)[:, start : start + tile.shape[1]]
+    return whole.view(dtype)[:, : tile.shape[1]]
 
 
 def slice_of(chunk: Chunk, v: slice, w: Operands, name: str) -> Tile:

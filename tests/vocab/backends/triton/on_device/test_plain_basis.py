@@ -1,4 +1,4 @@
-"""The kernel for a plain frozen head, whose gradient needs p alone: sums, and a product's weights beside the slice."""
+"""The kernels for a plain frozen head: sums, and the weights of p's product beside the slice, or of entropy's two."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.support.plain import over
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import half_products, plain_kernel_alone, sizes
 
-WANT = ("logprob", "logsumexp")
+WANT, ENTROPY = ("logprob", "logsumexp"), ("logprob", "entropy")
 EDGES = {"block": 64}  # with slices of 128 and more entries: several blocks, and a last one that is not whole
 CUT = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}  # digits that the weights lose
 
@@ -20,7 +20,7 @@ def held(device: str, ops: Operands, want: tuple[str, ...] = WANT, within: float
     """The gradient of hidden states from no other kernel, with statistics and gradient held to dense float64."""
     ops = replace(ops.training("hidden"), labels=None if ops.labels is None else ops.labels.clone()).on(device)
     true = ops.to(torch.float64)
-    with half_products(device), sizes(device, plain_basis=EDGES), plain_kernel_alone():
+    with half_products(device), sizes(device, plain=EDGES, plain_basis=EDGES), plain_kernel_alone():
         stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, backend="triton", **options)
         exact = dense_token_stats(
             true.hidden, true.head, true.labels, want=want, temperature=options.get("temperature", 1)
@@ -113,6 +113,43 @@ def test_one_number_that_is_not_one_is_seen(entry, device):
         (found,) = torch.autograd.grad(stats.logprob.sum(), ops.hidden)
     assert stats.logprob.isnan().all()
     assert found.isnan().all()
+
+
+@over("budget", {"whole rows": None, "slices": 8_000})
+@over("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@over("vocab", [2, 63, 256, 301])
+def test_entropy_at_any_width(vocab, dtype, budget, device):
+    """Its weights are relative to the maximum so far, which a second look at the slice knows."""
+    held(device, operands((9,), 16, vocab, dtype=dtype, bias=False), ENTROPY, memory_budget=budget)
+
+
+@over("how", {"scale": {"scale": 0.3}, "padded rows": {"vocab_size": 290}})
+@over("dtype", [torch.float32, torch.bfloat16])
+def test_entropy_with_a_heads_own_factor_and_a_temperature(dtype, how, device):
+    ops = operands((9,), 16, 301, dtype=dtype, bias=False, **how)
+    held(device, ops, (*ENTROPY, "mean_logit"), temperature=0.6, memory_budget=8_000)
+
+
+@over("label", [0, 15, 16, 63, 64, 127, 128, 300])
+def test_entropy_with_a_label_at_the_edge_of_a_block(label, device):
+    ops = operands((6,), 16, 301, dtype=torch.float32, bias=False)
+    ops.labels[:] = label
+    ops.labels[1] = 7
+    held(device, ops, ENTROPY, memory_budget=6_000)
+
+
+@over("rise", {"in bf16": (30.0, torch.bfloat16), "in fp32": (300.0, torch.float32)})
+@over("place", {"the same slice": 90, "a later slice": 180, "the end": 300})
+def test_entropy_with_an_entry_far_above_those_before_it(place, rise, device):
+    """What came before is scaled, and p·log p's product gains what the maximum moved by times p's."""
+    rise, dtype = rise
+    ops = operands((9,), 16, 301, dtype=torch.float32, bias=False)
+    direction = torch.nn.functional.normalize(ops.hidden[:5].detach().sum(0), dim=0)
+    with torch.no_grad():
+        ops.hidden[:5] += direction
+        ops.weight[place] = direction * rise
+    ops = Operands(ops.hidden.detach().to(dtype), ops.weight.detach().to(dtype), None, ops.labels)
+    held(device, ops, ENTROPY, memory_budget=8_000)
 
 
 def test_slices_are_as_long_as_the_budget_lets_them(device):
