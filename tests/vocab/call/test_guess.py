@@ -11,6 +11,7 @@ from logitless.vocab.passes import engine
 from tests.support.vocab.comparing import operands
 
 N, H, V = 9, 5, 61
+WANT = ("logprob", "entropy")
 
 
 @pytest.fixture
@@ -31,6 +32,15 @@ def loss_of(ops):
     return ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels)
 
 
+def loss_of_ones_own(ops):
+    return ll.token_loss(lambda s: 0.1 * s.entropy - s.logprob, ops.hidden, ops.head, ops.labels, want=WANT)
+
+
+def loss_of_sequences(ops):
+    hidden, labels = ops.hidden.view(3, 3, -1), ops.labels.view(3, 3)
+    return ll.token_loss(lambda s: -(s.logprob.sum(1) ** 2), hidden, ops.head, labels, per="sequence")
+
+
 def logprobs_of(ops):
     return ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "rank")).logprob.sum()
 
@@ -41,7 +51,7 @@ def values_of(ops):
 
 
 @pytest.mark.parametrize("ignored", [[], [0, 4], list(range(N))], ids=["none", "some", "all"])
-@pytest.mark.parametrize("step", [loss_of, logprobs_of, values_of])
+@pytest.mark.parametrize("step", [loss_of, loss_of_ones_own, loss_of_sequences, logprobs_of, values_of])
 def test_a_guess_changes_no_number(step, ignored, begun, monkeypatch):
     ops = operands((N,), H, V, dtype=torch.float64).training("hidden", "weight", "bias")
     ops.labels[ignored] = -100

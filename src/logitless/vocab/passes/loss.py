@@ -30,12 +30,15 @@ def chunked_loss(
     """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid ones; sequences: as `seen_of` takes them."""
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
-    call = call.checked()
-    seen = seen_of(call, sequences)
-    scale = reduction_scale(call, mean, None, valid, seen.losses(seen.every))
-    caller = _Caller(loss_fn, seen, extra, needs, scale)
-    together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
-    return _finish(_begun(call, needs, together), needs, caller, extra, caller.extra_grads, call.inputs.labels)
+
+    def begin(call: Call) -> tuple[LossPass, _Caller]:
+        seen = seen_of(call, sequences)
+        scale = reduction_scale(call, mean, None, valid, seen.losses(seen.every))
+        together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
+        return _begun(call, needs, together), _Caller(loss_fn, seen, extra, needs, scale)
+
+    loss, caller = call.checked_while(begin)
+    return _finish(loss, needs, caller, extra, caller.extra_grads, call.inputs.labels)
 
 
 @dataclass(frozen=True)
