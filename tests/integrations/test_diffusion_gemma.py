@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import StableAndConfidentStoppingCriteria
 
 from logitless.errors import ConfigError
 from logitless.integrations import diffusion_gemma as ours
@@ -106,6 +107,21 @@ def test_every_part_counts(model):
                 assert not torch.equal(generated(model, **options), right), name
     finally:
         ours.uninstall(model)
+
+
+@pytest.mark.parametrize(("stability", "done_at"), [(0, range(8)), (1, [1, 3, 4, 5, 6]), (3, [5, 6])])
+def test_a_canvas_is_done_where_transformers_has_it_done(stability, done_at):
+    """Three sequences, unsure, sure, and unsure of a third of their tokens, that change at some steps."""
+    spread = torch.tensor([1.0, 8.0, 8.0])[:, None, None].repeat(1, T, 1)
+    spread[2, : T // 3] = 0.0
+    canvases = torch.randn(3, 3, T, 31) * spread
+    found, theirs = (StableAndConfidentStoppingCriteria(stability, confidence_threshold=2.0) for _ in range(2))
+    for step, canvas in enumerate((0, 0, 1, 1, 1, 1, 1, 2)):
+        z = canvases[canvas]
+        entropy = torch.distributions.Categorical(logits=z).entropy()
+        done = ours.stops(found, z.argmax(-1), entropy)
+        assert torch.equal(done, theirs(z.argmax(-1), z))
+        assert done.tolist() == [False, step in done_at, step in done_at]
 
 
 def test_nothing_of_the_size_of_logits_is_made(model):
