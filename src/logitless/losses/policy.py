@@ -305,7 +305,9 @@ def token_weights(
     loss sees no ignored token. A loss on a whole batch, written on `token_stats`, sees them, and a weight of 0 does not
     end a NaN: take `batch_loss`, or `torch.where(mask, loss, 0)` before the weights and `torch.where(mask, x, 0)` of
     whatever may be NaN before the loss. Sequences without tokens count as zero.
-    Raises OptionError for an unknown scheme, or for "constant" without a length.
+    Raises OptionError for an unknown scheme, or for "constant" without a length. Shao et al., "DeepSeekMath",
+    arXiv:2402.03300; Yu et al., "DAPO", arXiv:2503.14476; Liu et al., "Understanding R1-Zero-Like Training",
+    arXiv:2503.20783.
     """
     valid = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
     if scheme == "sequence":
