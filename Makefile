@@ -25,8 +25,8 @@ define test-host
 endef
 
 .PHONY: demo pictures test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
-	test-llamafactory test-lm-eval test-peers test-quack test-sentence-transformers test-speculators test-torchtitan \
-	test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
+	test-llamafactory test-lm-eval test-peers test-quack test-quantised test-sentence-transformers test-speculators \
+	test-torchtitan test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -108,6 +108,11 @@ test-peers: .venv/dev.stamp
 test-quack: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/quack/site-packages quack-kernels
 	PYTHONPATH=build/quack/site-packages $(PYTEST) 2 tests/vocab/passes/test_quack.py
+
+# Heads as torchao and bitsandbytes quantise them, which otherwise are imitations.
+test-quantised: .venv/dev.stamp
+	$(PIP) --no-deps --upgrade --target build/quantised torchao bitsandbytes
+	PYTHONPATH=src:build/quantised $(PYTEST) 2 tests/vocab/head/test_packed.py tests/integrations/test_quantised_heads.py
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp

@@ -158,7 +158,7 @@ def test_found_in_a_layer():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed: make test-quantised")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-3)])
 def test_real_ones_of_torchao(dtype, tolerance):
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
@@ -180,7 +180,7 @@ def test_real_ones_of_torchao(dtype, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: make test-quantised")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_real_ones_of_bitsandbytes(kind, nested):
