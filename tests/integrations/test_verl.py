@@ -44,7 +44,7 @@ def test_the_engine_is_found_where_verl_is_told_of_other_hardware(name):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     place = tmp_path_factory.mktemp("verl")
-    torchrun("tests.support.integrations.verl_ranks", str(place), at=place, timeout=280)
+    torchrun("tests.support.integrations.verl_ranks", str(place), at=place)
     return json.loads((place / "results.json").read_text())
 
 

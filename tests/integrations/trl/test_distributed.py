@@ -30,7 +30,7 @@ def test_gradients_are_those_of_one_process(results, kind, wrapping):
 def test_trainers_on_two_ranks(tmp_path):
     """Each rank holds ours against TRL's; SFT, which samples nothing, also equals one process with larger batches."""
     runs.saved_model(tmp_path / "model")
-    torchrun("tests.support.integrations.trl.trainer_ranks", str(tmp_path), timeout=280)
+    torchrun("tests.support.integrations.trl.trainer_ranks", str(tmp_path))
     assert {path.stem for path in tmp_path.glob("*.pt")} == {"sft", "dpo", "grpo", "rloo"}
     logs, parameters = torch.load(tmp_path / "sft.pt")
     alone = runs.run(lambda: runs.sft(tmp_path / "model", max_steps=2, per_device_train_batch_size=6), ours=True)

@@ -82,7 +82,7 @@ def measured(place: Path, cases: dict[str, Any], ranks: int) -> list[dict[str, A
     """What each rank finds of each case."""
     (place / "cases.json").write_text(json.dumps(cases))
     files = str(place / "cases.json"), str(place / "results.json")
-    torchrun("tests.support.workbench.rank_peaks", *files, timeout=280, ranks=ranks)
+    torchrun("tests.support.workbench.rank_peaks", *files, ranks=ranks)
     return json.loads((place / "results.json").read_text())
 
 
