@@ -1,4 +1,4 @@
-"""CPO, ORPO and GKD of trl.experimental: the same training without their logits."""
+"""CPO, ORPO, GKD and GMPO of trl.experimental: the same training without their logits."""
 
 import os
 from functools import partial
@@ -51,6 +51,23 @@ def gkd(place, **changes):
     return GKDTrainer(runs.micro(place), teacher_model=runs.teacher(), args=args, **runs.common(place, talk))
 
 
+def gmpo(place, **changes):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    sampled = {"num_generations": 4, "max_completion_length": 8, "temperature": 0.8, "beta": 0.1, "epsilon": 0.01}
+    args = GMPOConfig(**runs.options(place, **{**sampled, **changes}))
+    return GMPOTrainer(str(place), reward_funcs=runs.vowels, args=args, **runs.common(place, runs.prompts()))
+
+
+def bema(place, **changes):
+    """DPO whose reference follows the policy."""
+    from trl.experimental.bema_for_ref_model import BEMACallback, DPOTrainer
+
+    trainer = runs.dpo(place, trainer=DPOTrainer, **changes)
+    trainer.add_callback(BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1))
+    return trainer
+
+
 TRAINERS = {
     "cpo": cpo,
     "cpo, simpo": partial(cpo, loss_type="simpo", cpo_alpha=0.5),
@@ -59,10 +76,12 @@ TRAINERS = {
     "gkd": gkd,
     "gkd, forward": partial(gkd, beta=0.0),
     "gkd, on policy": partial(gkd, lmbda=1.0, beta=1.0),
+    "gmpo, twice": partial(gmpo, num_iterations=2),
+    "bema": bema,
 }
 
 
-@pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
+@pytest.mark.parametrize("name", ["cpo", "orpo", "gkd", "gmpo, twice"])
 def test_the_same_training(place, name):
     assert_same_training(partial(TRAINERS[name], place, max_steps=2))
 
@@ -228,3 +247,10 @@ def test_asked_for_outputs_gkd_builds_them(place):
     loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
     torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch), rtol=1e-4, atol=1e-6)
     assert outputs.logits is not None
+
+
+def test_what_changes_grpos_loss_is_refused_where_gmpos_is_another(place):
+    with pytest.raises(ConfigError, match=r"GMPOTrainer has a loss of its own .* replace; leave exact_kl out"):
+        install(gmpo(place), exact_kl=True)
+    with pytest.raises(OptionError, match="got GMPOTrainer, whose loss is another; leave corrected out"):
+        install(gmpo(place), replay=True, corrected=True)

@@ -3,10 +3,14 @@
 import copy
 import importlib
 import inspect
+import os
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from transformers import AutoModelForCausalLM, Trainer
 
 from logitless.errors import ConfigError, OptionError
@@ -139,19 +143,28 @@ def test_another_trainer(place, tmp_path):
             install(wrong)
 
 
-@pytest.mark.parametrize(("module", "name"), [("gold", "GOLD"), ("server_distillation", "ServerDistillation")])
-def test_trls_trainers_that_want_logits_are_refused(module, name):
-    """They derive from SFT's and distillation's, of which nothing else would be left to replace."""
-    kind = getattr(importlib.import_module(f"trl.experimental.{module}"), f"{name}Trainer")
-    with pytest.raises(ConfigError, match=f"expected a TRL SFTTrainer, .*, got {name}Trainer"):
-        install(object.__new__(kind))
+def every_trainer():
+    """All of TRL's trainers, by name."""
+    files = Path(trl.__file__).parent.rglob("*_trainer.py")
+    places = (".".join(("trl", *file.relative_to(Path(trl.__file__).parent).with_suffix("").parts)) for file in files)
+    found = (x for place in places for x in vars(importlib.import_module(place)).items())
+    public = ((name, x) for name, x in found if name.endswith("Trainer") and not name.startswith("_"))
+    return {name: x for name, x in public if x.__module__.startswith("trl.")}
 
 
-def test_a_trainer_of_trl_that_has_no_loss_here():
-    from trl import RewardTrainer
-
-    with pytest.raises(ConfigError, match=r"expected a TRL SFTTrainer, .*, got RewardTrainer"):
-        contract.kind_of(object.__new__(RewardTrainer))
+def test_each_of_trls_trainers_is_taken_or_refused_and_the_page_says_which(monkeypatch):
+    """GOLD's and server distillation's derive from trainers of which nothing else would be left to replace."""
+    monkeypatch.setitem(os.environ, "TRL_EXPERIMENTAL_SILENCE", "1")
+    kinds, refused = {}, {}
+    for name, trainer in every_trainer().items():
+        try:
+            kinds[name] = contract.kind_of(object.__new__(trainer))
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert kinds == {name: name for name in contract.LOSS} | {"GMPOTrainer": "GRPOTrainer"}
+    assert all(said.endswith(f", got {name}") for name, said in refused.items())
+    page = (Path(__file__).parents[3] / "docs/how-to/trl.md").read_text(encoding="utf-8")
+    assert {*refused} == {*re.findall(r"`(\w+Trainer)`", page.split("are taken but for these:")[1])}
 
 
 @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])

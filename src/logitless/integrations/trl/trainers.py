@@ -188,9 +188,10 @@ def _planned(trainer: Any, kind: str, asked: Asked) -> Installed:
     _check_replay(kind, asked)
     require(kind, exact_kl=asked.exact_kl, replay=asked.replay)
     if (asked.exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
+        wish = "exact_kl" if asked.exact_kl else "install"
         raise ConfigError(
-            f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
-            "which this would replace; call divergence or token_stats in it"
+            f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, which {wish} would "
+            f"replace; {'leave exact_kl out' if asked.exact_kl else 'call token_stats or token_loss in it'}"
         )
     policy = causal_lm(trainer.model)
     wanted = Wanted(("logprob", *asked.statistics), top_k=asked.top_k, memory_budget=asked.memory_budget)

@@ -72,11 +72,11 @@ def pairs() -> list[dict[str, str]]:
     return [{"prompt": text[:3], "chosen": text[3:], "rejected": text[3:][::-1] + "x"} for text in TEXTS]
 
 
-def dpo(place: Path, model: Any = None, **changes: Any) -> Any:
+def dpo(place: Path, model: Any = None, trainer: type | None = None, **changes: Any) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     args = DPOConfig(**options(place, max_length=32, **{"per_device_train_batch_size": 2, **changes}))
-    return DPOTrainer(model or str(place), args=args, **common(place, pairs()))
+    return (trainer or DPOTrainer)(model or str(place), args=args, **common(place, pairs()))
 
 
 def kto(place: Path, model: Any = None, **changes: Any) -> Any:
