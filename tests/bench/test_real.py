@@ -9,6 +9,7 @@ import torch
 import logitless as ll
 from bench.harness import read_lines
 from bench.real import align, stored
+from bench.real.rounded import rounded
 from bench.real.rules import without_e, words_without_e
 from bench.real.statistics import calibration, quantiles
 from bench.real.text import FILES, texts
@@ -47,6 +48,17 @@ def test_what_storing_loses_is_the_dense_divergence():
     assert [found[name]["bytes"] for name in ("bfloat16", "fp8", "best 10")] == [32, 20, 80]
     left = 1 - p.exp().topk(10).values.sum(-1)
     assert found["best 10"]["left"]["mean"] == pytest.approx(left.mean().item(), rel=0.01)
+
+
+def test_a_row_rounded_to_8_bits_is_whole_numbers_times_its_scale():
+    matrix = torch.randn(5, 300) * torch.tensor([1.0, 1e-3, 50.0, 0.0, 1.0])[:, None]
+    found, step = rounded(matrix), matrix.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(found[3], matrix[3])
+    whole = (found / step)[matrix.any(1)]
+    torch.testing.assert_close(whole, whole.round(), rtol=0, atol=1e-4)
+    assert whole.abs().amax(1).tolist() == pytest.approx([127] * 4)
+    assert ((found - matrix).abs() <= 0.5001 * step).all()
+    assert (found != matrix).any(1).tolist() == [True, True, True, False, True]
 
 
 def test_a_rule_of_letters():
