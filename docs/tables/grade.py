@@ -326,7 +326,6 @@ def learned(record: Record) -> str:
         "less `ste`'s",
         "in training less test",
         "KL, nats",
-        "seconds a step",
         "coverage",
     ]
     rows = []
@@ -335,7 +334,7 @@ def learned(record: Record) -> str:
         rows.append(
             [
                 f"`{name}`", within(m["test_reward"]), within(less) if less else "", within(m["generalisation_gap"]),
-                within(m["test_kl"]), f"{m['seconds_per_step']:.1f}", f"{m['coverage']:.1%}",
+                within(m["test_kl"]), f"{m['coverage']:.1%}",
             ]
         )  # fmt: skip
     return grid(head, rows)
