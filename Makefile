@@ -25,8 +25,8 @@ define test-host
 endef
 
 .PHONY: demo pictures test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
-	test-llamafactory test-lm-eval test-peers test-quack test-quantised test-sentence-transformers test-speculators \
-	test-torchtitan test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
+	test-llamafactory test-lm-eval test-lowest test-peers test-quack test-quantised test-sentence-transformers \
+	test-speculators test-torchtitan test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -82,6 +82,16 @@ test-torchtitan: .venv/dev.stamp
 
 test-verl: .venv/dev.stamp
 	$(call test-host,verl)
+
+# The oldest versions that pyproject.toml allows beside the same torch, whose own warnings of what is newer are no failures.
+test-lowest: .venv/dev.stamp
+	$(BIN)/python -m venv --without-pip build/lowest
+	$(BIN)/python -c "$(SITE)" > "$$(build/lowest/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m tests.support.lowest > build/lowest/requirements.txt
+	$(BIN)/python -m pip --python build/lowest install --quiet --disable-pip-version-check --requirement build/lowest/requirements.txt
+	PYTHONPATH=src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/lowest/bin/python -m pytest -rs -W default \
+		--numprocesses 3 --dist loadfile -m "not slow" tests/models tests/integrations/transformers tests/integrations/trl \
+		tests/cli tests/workbench tests/sample tests/recipes
 
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp

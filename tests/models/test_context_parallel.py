@@ -1,5 +1,7 @@
 """Sequences shared by two and four ranks: one launch, a test for each case; and what is refused."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -98,7 +100,9 @@ def test_masks_of_another_kind_are_refused():
     config._attn_implementation = NAME
     AttentionMaskInterface.register(NAME, window_or_padding)
     embeds = torch.zeros(1, 8, 4)
-    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "cache": None}
+    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None}
+    renamed = "cache" in inspect.signature(create_causal_mask).parameters  # from transformers 5.24 on
+    given["cache" if renamed else "past_key_values"] = None
     given["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     assert create_causal_mask(**given) is None
     assert create_sliding_window_causal_mask(**given) == 5

@@ -243,10 +243,7 @@ OF_BEST = {
     "long ids": (one("topk_ids", lambda x: [*x, V - 1]), f"expected {KEEP} topk_ids in each row, got 1 of"),
     "ids of no list": (each("topk_ids", lambda x: x[0], pa.int32()), "topk_ids of .*list.*, got one of int32"),
     "wide ids": (each("topk_ids", list, pa.list_(pa.int64())), "topk_ids of .*int32.*, got one of .*int64"),
-    "few logits": (
-        each("topk_logits", lambda x: x[:4], pa.list_(pa.float32(), 4)),
-        f"expected {KEEP} topk_logits in each row, got ",
-    ),
+    "few logits": (each("topk_logits", lambda x: x[:4]), f"expected {KEEP} topk_logits in each row, got "),
     "another keep": (about(lambda said: said | {"keep": 4}), "expected 4 topk_ids in each row, got "),
     "no keep": (about(lambda said: said | {"keep": None}), rf"metadata whose keep is within 1\.\.{V}, got 0"),
     "NaN among logits": (one("topk_logits", lambda x: [*x[:-1], NAN]), MASS),

@@ -191,7 +191,7 @@ def require(model: Any) -> None:
     changed = [line for name in METHODS if (line := moved(model, name))]
     if changed:
         raise ConfigError(
-            f"transformers {version('transformers')}: {'; '.join(changed)}; install transformers>=5.0,<6 or a newer "
+            f"transformers {version('transformers')}: {'; '.join(changed)}; install transformers>=5.6,<6 or a newer "
             "logitless"
         )
 
