@@ -97,10 +97,11 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
 
 def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one: not a word of NumPy's, nor a tensor on meta."""
-    kind = getattr(getattr(x, "dtype", None), "kind", "f")
-    if isinstance(x, str) or kind not in "biuf" or getattr(x, "is_meta", False):
+    if isinstance(x, Real):  # which torch.compile's own numbers are, that can be asked nothing else
+        return True
+    if isinstance(x, str) or getattr(getattr(x, "dtype", None), "kind", "f") not in "biuf":
         return False
-    return isinstance(x, Real) or (hasattr(x, "__float__") and math.prod(getattr(x, "shape", ())) == 1)
+    return hasattr(x, "__float__") and not getattr(x, "is_meta", False) and math.prod(getattr(x, "shape", ())) == 1
 
 
 def _shown(x: object) -> str:

@@ -258,10 +258,11 @@ def put_second_look(
     missing = {
         "jsd": beta * of_q, "kl_mixture": beta, "reverse_kl_mixture": of_q - (1 - beta), "total_variation": 0.5,
     }  # fmt: skip
-    undefined = 0 * (totals.log_ratio + totals.log_s_ref)  # NaN where one of the heads has no possible entry, else 0
     for name, x in sums.items():
         least, most = BOUNDS.get(name, (None, None))
-        total = (x if label is None else x + label[name]) + undefined
+        total = x if label is None else x + label[name]
+        if name in ("acceptance", "total_variation"):  # NaN where a head has no possible entry, as the others are
+            total = total + 0 * (totals.log_ratio + totals.log_s_ref)
         if totals.log_inside is not None:
             total = total - missing.get(name, 0.0) * xp.expm1(totals.log_inside)
         setattr(totals, name, total if least is None else xp.clip(total, least, most))

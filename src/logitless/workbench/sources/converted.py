@@ -15,7 +15,7 @@ from ...models.pretrained import PACKAGES, check_installed, file_of_package, sha
 from ..common.files import MOST_OF_NAME, remove_leftovers, write_whole
 from ..common.lock import acquire, holder, release
 
-FORM = 3  # of what is kept; another one is made anew
+FORM = 4  # of what is kept; another one is made anew, as what transformers 5.6 converted with another end of text
 HASH_DIGITS = 16
 POLL = 0.5  # seconds
 

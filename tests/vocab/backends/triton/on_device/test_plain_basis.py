@@ -70,6 +70,16 @@ def test_a_label_at_the_edge_of_a_block(label, device):
     held(device, ops)
 
 
+def risen(place: int, rise: float, dtype: torch.dtype) -> Operands:
+    """Operands of which some rows have one entry whose logit is far above all others."""
+    ops = operands((9,), 16, 301, dtype=torch.float32, bias=False)
+    direction = torch.nn.functional.normalize(ops.hidden[:5].detach().sum(0), dim=0)
+    with torch.no_grad():
+        ops.hidden[:5] += direction
+        ops.weight[place] = direction * rise
+    return Operands(ops.hidden.detach().to(dtype), ops.weight.detach().to(dtype), None, ops.labels)
+
+
 @over(
     "rise",
     {
@@ -82,14 +92,7 @@ def test_a_label_at_the_edge_of_a_block(label, device):
 @over("place", {"the same block": 40, "the same slice": 90, "a later slice": 180, "the end": 300})
 def test_an_entry_far_above_those_before_it(place, rise, device):
     """Weights relative to the first entries would overflow: the slice is weighed again, what came before is scaled."""
-    rise, dtype = rise
-    ops = operands((9,), 16, 301, dtype=torch.float32, bias=False)
-    direction = torch.nn.functional.normalize(ops.hidden[:5].detach().sum(0), dim=0)
-    with torch.no_grad():
-        ops.hidden[:5] += direction
-        ops.weight[place] = direction * rise
-    ops = Operands(ops.hidden.detach().to(dtype), ops.weight.detach().to(dtype), None, ops.labels)
-    held(device, ops, memory_budget=8_000)
+    held(device, risen(place, *rise), memory_budget=8_000)
 
 
 def test_digits_beside_an_entry_that_has_all_the_mass(device):
@@ -142,14 +145,7 @@ def test_entropy_with_a_label_at_the_edge_of_a_block(label, device):
 @over("place", {"the same slice": 90, "a later slice": 180, "the end": 300})
 def test_entropy_with_an_entry_far_above_those_before_it(place, rise, device):
     """What came before is scaled, and p·log p's product gains what the maximum moved by times p's."""
-    rise, dtype = rise
-    ops = operands((9,), 16, 301, dtype=torch.float32, bias=False)
-    direction = torch.nn.functional.normalize(ops.hidden[:5].detach().sum(0), dim=0)
-    with torch.no_grad():
-        ops.hidden[:5] += direction
-        ops.weight[place] = direction * rise
-    ops = Operands(ops.hidden.detach().to(dtype), ops.weight.detach().to(dtype), None, ops.labels)
-    held(device, ops, ENTROPY, memory_budget=8_000)
+    held(device, risen(place, *rise), ENTROPY, memory_budget=8_000)
 
 
 def test_slices_are_as_long_as_the_budget_lets_them(device):
