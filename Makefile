@@ -89,7 +89,7 @@ test-lowest: .venv/dev.stamp
 	$(BIN)/python -c "$(SITE)" > "$$(build/lowest/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m tests.support.lowest > build/lowest/requirements.txt
 	$(BIN)/python -m pip --python build/lowest install --quiet --disable-pip-version-check --requirement build/lowest/requirements.txt
-	PYTHONPATH=src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/lowest/bin/python -m pytest -rs -W default \
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/lowest/bin/python -m pytest -rs -W default \
 		--numprocesses 3 --dist loadfile -m "not slow" tests/models tests/integrations/transformers tests/integrations/trl \
 		tests/cli tests/workbench tests/sample tests/recipes
 
