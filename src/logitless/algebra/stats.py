@@ -261,7 +261,7 @@ def put_second_look(
     for name, x in sums.items():
         least, most = BOUNDS.get(name, (None, None))
         total = x if label is None else x + label[name]
-        if name in ("acceptance", "total_variation"):  # NaN where a head has no possible entry, as the others are
+        if most is not None:  # a share of probability, NaN where a head has no possible entry, as distances are
             total = total + 0 * (totals.log_ratio + totals.log_s_ref)
         if totals.log_inside is not None:
             total = total - missing.get(name, 0.0) * xp.expm1(totals.log_inside)

@@ -72,8 +72,9 @@ def test_a_copy_is_made_once_where_it_fits(on_a_cpu_too):
 def test_a_sparse_backward_keeps_it(on_a_cpu_too, monkeypatch):
     ops = mixed()
 
+    head = ll.LMHead(ops.weight, sparse=SparseBackward(0.3, width=64))
+
     def gradients() -> list[torch.Tensor]:
-        head = ll.LMHead(ops.weight, sparse=SparseBackward(0.3, width=64))
         loss = ll.linear_cross_entropy(ops.hidden, head, ops.labels, memory_budget=BUDGET, backend="eager")
         assert head.sparse.skipped_share > 0.25
         return list(torch.autograd.grad(loss, (ops.hidden, ops.weight)))
@@ -81,7 +82,7 @@ def test_a_sparse_backward_keeps_it(on_a_cpu_too, monkeypatch):
     with Conversions() as seen:
         copied = gradients()
     assert seen.sizes.count(V * H) == 1
-    said = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, memory_budget=BUDGET, backend="eager")
+    said = ll.explain(ops.hidden, head, ops.labels, loss=True, memory_budget=BUDGET, backend="eager")
     assert said.copied_bytes == COPY
     monkeypatch.setattr(base, "COPIES", ())
     for mine, theirs in zip(copied, gradients(), strict=True):
