@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
-from ..base import Chunk, SliceMass, Tile, lies_in_columns
+from ...call.call import Call
+from ..base import Chunk, Partial, SliceMass, Tile, lies_in_columns
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
-from . import kernels
+from . import kernels, stream
 from .kernels import Tensors
 
 MIXED = {"jsd", "kl_mixture", "reverse_kl_mixture", "excess"}  # sums that β is part of
@@ -138,6 +141,15 @@ class CompiledBackend(EagerBackend):
     """The eager backend, a slice of which is read by compiled loops instead of one operation after the other."""
 
     running = CompiledRunning
+
+    def slices(self, call: Call, n_tokens: int, vocab_size: int, price: Price, **how: Any) -> Slices:
+        streamed = stream.slices(call, n_tokens) if how.get("summed") and stream.takes(call) else None
+        return super().slices(call, n_tokens, vocab_size, price, **how) if streamed is None else streamed
+
+    def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
+        if chunk.slices.in_products:
+            return stream.accumulate(chunk)
+        return super().accumulate_local(chunk, bases, keep)
 
     def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:
         if tile.z_ref is None or not kernels.fits(tile.z):
