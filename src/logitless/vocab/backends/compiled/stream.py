@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 def takes(call: Call) -> bool:
-    """Whether it computes a call's values: those of a head of fp32 or bf16 rows alone, on a processor that it is for."""
+    """Whether it computes a call's values: of fp32 or bf16 rows alone, on a processor that it is for."""
     i, head, options = call.inputs, call.head, call.options
     weight, sums = head.weight, sums_of(options.want)
     if not isinstance(weight, Tensor) or head.bias is not None or head.softcap or i.lora_b is not None:
@@ -89,7 +89,7 @@ def accumulate(chunk: Chunk) -> Partial:
     sums = chunk.scratch.take("sums", (len(FIELDS) * found.parts(), width)).view(len(FIELDS), -1, width)
     failed = found.accumulate(
         *(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0), weight.dtype == torch.bfloat16),
-        *(tokens, len(weight), size, _address(labels), _address(label_logit), packed.data_ptr(), sums.data_ptr()),
+        *(tokens, weight.shape[0], size, _address(labels), _address(label_logit), packed.data_ptr(), sums.data_ptr()),
         *("t" in chunk.sums, "above" in chunk.sums, chunk.sums_logits, torch.get_num_threads()),
     )
     if failed:
