@@ -48,6 +48,8 @@ def takes(call: Call) -> bool:
         return False
     if call.reference is not None or call.reference_rows is not None or best_entries(sums, options.top_k):
         return False
+    if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
+        return False
     cast = options.autocast or weight.dtype
     exact = cast == weight.dtype in (torch.float32, torch.bfloat16) and call.compute == torch.float32
     if not exact or multiplies_tiles(i.hidden, cast, call.compute) or weight.stride(1) != 1 or not sums <= SUMS:
@@ -80,6 +82,7 @@ def accumulate(chunk: Chunk) -> Partial:
     found, factor = library(), chunk.policy.factors[0]
     assert found is not None
     hidden, weight = factor.rows.contiguous(), factor.entries
+    assert isinstance(weight, Tensor)
     tokens, size = hidden.shape
     width = -(-tokens // found.lanes()) * found.lanes()
     labels, label_logit = chunk.inputs.labels, chunk.label_logit if "above" in chunk.sums else None
