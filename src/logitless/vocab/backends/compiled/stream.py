@@ -26,6 +26,7 @@ from ....algebra.stats import best_entries, sums_of
 from ...call.call import Call
 from ...call.compiled_support import PATIENCE
 from ...devices import is_intel
+from ...head.quantised import plain
 from ..base import Chunk, Partial
 from ..logits import multiplies_tiles
 from .kernels import is_plain
@@ -35,7 +36,7 @@ FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
 FIELDS = ("m", "rest", "t", "above", "zsum")  # what it finds of each token and part of the vocabulary
 SUMS = frozenset(FIELDS[2:])
-FEW = 1  # tokens, of fewer a product in slices takes as long
+FEW = 32  # tokens, of fewer a product in slices takes as long
 
 _lock = threading.Lock()
 
@@ -81,8 +82,7 @@ def accumulate(chunk: Chunk) -> Partial:
     """`Backend.accumulate_local` of a chunk whose slices `slices` gave."""
     found, factor = library(), chunk.policy.factors[0]
     assert found is not None
-    hidden, weight = factor.rows.contiguous(), factor.entries
-    assert isinstance(weight, Tensor)
+    hidden, weight = factor.rows.contiguous(), plain(factor.entries)
     tokens, size = hidden.shape
     width = -(-tokens // found.lanes()) * found.lanes()
     labels, label_logit = chunk.inputs.labels, chunk.label_logit if "above" in chunk.sums else None
