@@ -181,6 +181,18 @@ def test_several_threads_compile_once(fresh):
 
 
 @needs_a_compiler
+def test_functions_are_compiled_for_a_cpu_whatever_the_default_device(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True).training()
+    want, options = ("logprob", "jsd"), {"memory_budget": 60_000}
+    with torch.device("meta"):
+        found = stats_of(ops, want, backend="compiled", **options)
+    assert kernels.count() == len(fresh) == 2
+    for x, right in zip(found, stats_of(ops, want, backend="eager", **options), strict=True):
+        torch.testing.assert_close(x, right, rtol=2e-5, atol=2e-5)
+
+
+@needs_a_compiler
 def test_a_forked_worker_uses_what_its_parent_compiled():
     status, written = forked.module("tests.support.vocab.forked_worker")
     assert status == 0, written

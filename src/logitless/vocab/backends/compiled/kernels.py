@@ -136,7 +136,7 @@ def build(
         outputs[:] = found
         return list(found.values())
 
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's default device
         examples = [_example(x, name in of_entries) for name, x in tensors.items()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
