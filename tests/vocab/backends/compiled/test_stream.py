@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import stream
 from logitless.vocab.call import compiled_support
 from logitless.vocab.head.low_rank import LowRank
@@ -30,6 +31,7 @@ def streamed(monkeypatch):
     chunks = []
     accumulate = stream.accumulate
     monkeypatch.setattr(stream, "is_intel", lambda: False)
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(stream, "FEW", 1)
     monkeypatch.setattr(stream, "accumulate", lambda chunk: chunks.append(chunk.n_tokens) or accumulate(chunk))
     return chunks
