@@ -22,7 +22,12 @@ def why_not(device: torch.device | str) -> str | None:
         return f"it compiles for a CPU, got {torch.device(device).type}"
     if not sys.platform.startswith("linux"):
         return f"it runs on Linux, got {sys.platform}"
-    return _compiler_fails(os.environ.get("CXX") or "g++")  # as TorchInductor looks for it
+    return _compiler_fails(compiler())
+
+
+def compiler() -> str:
+    """The command of the C++ compiler, as TorchInductor looks for it."""
+    return os.environ.get("CXX") or "g++"
 
 
 @cache

@@ -143,7 +143,7 @@ class CompiledBackend(EagerBackend):
     running = CompiledRunning
 
     def slices(self, call: Call, n_tokens: int, vocab_size: int, price: Price, **how: Any) -> Slices:
-        streamed = stream.slices(call, n_tokens) if how.get("summed") and stream.takes(call) else None
+        streamed = stream.slices(call, n_tokens) if how.get("summed") else None
         return super().slices(call, n_tokens, vocab_size, price, **how) if streamed is None else streamed
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:

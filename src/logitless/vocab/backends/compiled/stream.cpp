@@ -56,7 +56,7 @@ constexpr long ENTRIES = 96;  // whose packed rows stay in a core's second cache
 constexpr long DEPTH = 512;   // terms of the products at a time, so that panels of both operands stay in its first ones
 constexpr long CHAIN = 128;   // terms that are added up one after another: longer chains lose digits
 constexpr long PARTS = 16;    // of the vocabulary, each with sums of its own
-constexpr float EMPTY = -5e29f, MASK = -1e30f;  // as in algebra/online_softmax.py
+// EMPTY and MASK are those of algebra/online_softmax.py: see stream.py
 
 // e^x for x <= 0, to the last digit or two; 0 below -104; NaN stays
 static inline Vector exponential(Vector x) {

@@ -6,7 +6,6 @@ It is compiled at its first call, and kept on disk beside what torch compiles. d
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shlex
 import subprocess
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ....algebra.costs import STREAM_TOKENS, Slices
-from ....algebra.online_softmax import Accumulation, merge
+from ....algebra.online_softmax import EMPTY, MASK, Accumulation, merge
 from ....algebra.stats import best_entries, sums_of
+from ....hashes import hash_of
 from ...call.call import Call
-from ...call.compiled_support import PATIENCE
+from ...call.compiled_support import PATIENCE, compiler
 from ...devices import is_intel
 from ...head.quantised import plain
 from ..base import Chunk, Partial
@@ -34,6 +34,7 @@ from .kernels import is_plain
 SOURCE = Path(__file__).with_name("stream.cpp")
 FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
+NUMBERS = (f"-DEMPTY={EMPTY}f", f"-DMASK={MASK}f")
 FIELDS = ("m", "rest", "t", "above", "zsum")  # what it finds of each token and part of the vocabulary
 SUMS = frozenset(FIELDS[2:])
 FEW = 32  # tokens, of fewer a product in slices takes as long
@@ -42,7 +43,7 @@ _lock = threading.Lock()
 
 
 def takes(call: Call) -> bool:
-    """Whether it computes a call's values: of fp32 or bf16 rows alone, on a processor that it is for."""
+    """Whether it computes a call's values: of fp32 or bf16 rows alone."""
     i, head, options = call.inputs, call.head, call.options
     weight, sums = head.weight, sums_of(options.want)
     if not isinstance(weight, Tensor) or head.bias is not None or head.softcap or i.lora_b is not None:
@@ -55,17 +56,15 @@ def takes(call: Call) -> bool:
     exact = cast == weight.dtype in (torch.float32, torch.bfloat16) and call.compute == torch.float32
     if not exact or multiplies_tiles(i.hidden, cast, call.compute) or weight.stride(1) != 1 or not sums <= SUMS:
         return False
-    return call.n_tokens >= FEW and is_plain(i.hidden) and is_plain(weight.detach()) and for_this_processor()
-
-
-def for_this_processor() -> bool:
-    """Whether it can be had here: Intel's own library of products, with a compiled function, was not compared yet."""
-    return not is_intel() and library() is not None
+    return call.n_tokens >= FEW and is_plain(i.hidden) and is_plain(weight.detach())
 
 
 def slices(call: Call, n_tokens: int) -> Slices | None:
-    """A call's chunks; None where the budget has no room for a few tokens and each thread's rows of the weight."""
-    found = library()
+    """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens.
+
+    None on Intel's processors, too, where nobody has compared it with their own library of products.
+    """
+    found = library() if takes(call) and not is_intel() else None
     if found is None:
         return None
     size, lanes, numbers = call.head.hidden_size, found.lanes(), call.compute.itemsize
@@ -87,7 +86,7 @@ def accumulate(chunk: Chunk) -> Partial:
     width = -(-tokens // found.lanes()) * found.lanes()
     labels, label_logit = chunk.inputs.labels, chunk.label_logit if "above" in chunk.sums else None
     if labels is not None:
-        labels = (labels - chunk.policy.head.vocab_start).long().contiguous()
+        labels = labels.long().contiguous()
     packed = chunk.scratch.take("tokens", (size, width))
     sums = chunk.scratch.take("sums", (len(FIELDS) * found.parts(), width)).view(len(FIELDS), -1, width)
     failed = found.accumulate(
@@ -120,7 +119,7 @@ def _address(x: Tensor | None) -> int | None:
 def library() -> Any:
     """The compiled function with its sizes; None, said once, where this processor or its compiler has none."""
     with _lock:
-        return _library(os.environ.get("CXX") or "g++", torch.backends.cpu.get_cpu_capability())
+        return _library(compiler(), torch.backends.cpu.get_cpu_capability())
 
 
 @cache
@@ -128,7 +127,7 @@ def _library(compiler: str, processor: str) -> Any:
     if processor not in FLAGS:
         return None
     try:
-        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *FLAGS[processor]]))
+        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor]]))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"backend 'compiled': {compiler} could not compile a product, slices of logits are made instead ({error})",
@@ -143,7 +142,7 @@ def _compiled(command: list[str]) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir()) / "logitless"
-    key = hashlib.sha256("\0".join([*command, SOURCE.read_text(encoding="utf-8")]).encode()).hexdigest()[:32]
+    key = hash_of("\0".join([*command, SOURCE.read_text(encoding="utf-8")]).encode())
     place = folder / f"{key}.so"
     if not place.exists():
         folder.mkdir(parents=True, exist_ok=True)
