@@ -21,7 +21,7 @@ def test_every_public_name_is_there():
 
 def test_it_is_typed_and_licensed():
     packaged = {path.name for path in files("logitless") or []}
-    assert {"py.typed", "LICENSE", "stream.cpp"} <= packaged
+    assert {"py.typed", "LICENSE", "stream.cpp", "vectors.h"} <= packaged
 
 
 def test_loss_and_gradient_agree_with_dense():

@@ -189,7 +189,7 @@ def slices_of(
         row = heads * vocab_size + tiles * width + beside
         most = max(1, (room - converted * width) // row)
         rows = most if gpu else min(most, cpu_rows(heads * vocab_size, room))
-        tokens = _even(n_tokens, rows) if gpu else _even_blocks(n_tokens, rows, VECTOR)
+        tokens = _even(n_tokens, rows) if gpu else even_blocks(n_tokens, rows, VECTOR)
         tokens = max(tokens, min(most, together))
         if wide:
             spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
@@ -256,12 +256,12 @@ def fused_slices_of(
         tokens = (
             _tokens_in_waves(n_tokens, most, hidden, processors)
             if processors
-            else _even_blocks(n_tokens, most, GEMM_ROWS)
+            else even_blocks(n_tokens, most, GEMM_ROWS)
         )
         tokens = max(tokens, min(most, together))
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     each = itemsize * tiles + beside  # bytes of an entry
-    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)), GEMM_ROWS)
+    tokens = even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)), GEMM_ROWS)
     most = min(vocab_size, FUSED_WIDTH // heads if bases and not beside else vocab_size)
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
@@ -301,7 +301,7 @@ def aligned(width: int) -> int:
     return -(-width // ALIGNED) * ALIGNED
 
 
-def _even_blocks(n_tokens: int, most: int, block: int) -> int:
+def even_blocks(n_tokens: int, most: int, block: int) -> int:
     """`_even`, in whole blocks of tokens where there are several."""
     tokens = _even(n_tokens, most)
     blocks = -(-tokens // block) * block

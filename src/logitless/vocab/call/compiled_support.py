@@ -45,6 +45,11 @@ def _compiler_fails(command: str) -> str | None:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"its C++ compiler {command!r} does not run: {error}"
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return f"its C++ compiler {command!r} cannot make a library with OpenMP: {lines[0] if lines else 'no message'}"
+        return f"its C++ compiler {command!r} cannot make a library with OpenMP: {first_line(done.stderr)}"
     return None
+
+
+def first_line(said: str) -> str:
+    """Of what a compiler said: its first error."""
+    lines = said.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])

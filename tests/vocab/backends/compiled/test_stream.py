@@ -10,19 +10,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.vocab.backends import logits
-from logitless.vocab.backends.compiled import stream
+from logitless.vocab.backends.compiled import library, stream
 from logitless.vocab.call import compiled_support
-from logitless.vocab.head.low_rank import LowRank
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
-from tests.support.vocab.comparing import compare, operands
+from tests.support.vocab.comparing import assert_near, compare, operands
 
 REASON = compiled_support.why_not("cpu")
 PROCESSOR = torch.backends.cpu.get_cpu_capability()
-if REASON is None and PROCESSOR not in stream.FLAGS:
-    REASON = f"it is written for {' and '.join(stream.FLAGS)}, got {PROCESSOR}"
+if REASON is None and PROCESSOR not in library.FLAGS:
+    REASON = f"it is written for {' and '.join(library.FLAGS)}, got {PROCESSOR}"
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-WANT = ("logprob", "logsumexp", "label_logit", "entropy", "self_certainty", "mean_logit", "rank")
+WANT = (
+    *("logprob", "logsumexp", "label_logit", "entropy", "self_certainty", "mean_logit"),
+    *("max_logit", "rank", "sum_sq_prob"),
+)
+KL = ("kl", "reverse_kl")
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +40,8 @@ def streamed(monkeypatch):
     return chunks
 
 
-def problem(n=13, h=8, v=257, **more):
-    return operands((n,), h, v, dtype=torch.float32, bias=False, **more).training()
+def problem(n=13, h=8, v=257, bias=False, **more):
+    return operands((n,), h, v, dtype=torch.float32, bias=bias, **more).training()
 
 
 def values(ops, want=WANT, **options):
@@ -54,8 +57,101 @@ SIZES = [(1, 1, 1), (5, 3, 12), (13, 8, 257), (33, 65, 1031), (70, 517, 96), (10
 def test_every_size_is_the_oracle(n, h, v, threads, streamed):
     with put_back():
         torch.set_num_threads(threads)
-        compare(problem(n, h, v), WANT, backend="compiled")
-    assert streamed == [n]
+        compare(problem(n, h, v), WANT, backend="compiled", top_k=min(v, 7))
+        compare(problem(n, h, v, reference=True), WANT + KL, backend="compiled", top_k=min(v, 3))
+    assert streamed == [n, n]
+
+
+TRANSFORMS = [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (2, 3)}, {"bias": True, "softcap": 30.0, "ranks": (4,)}]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.3, 3.0, 50)], ids=["1", "0.7", "tensor"])
+@pytest.mark.parametrize("reference", [False, True], ids=["alone", "beside a reference"])
+@pytest.mark.parametrize("more", TRANSFORMS, ids=str)
+def test_every_head_is_the_oracle(more, reference, temperature, streamed):
+    ops = problem(50, 37, 1031, reference=reference, scale=0.8, vocab_size=1020, **more)
+    ops.labels[[3, 40]] = -100
+    want = WANT + KL * reference
+    compare(ops, want, backend="compiled", temperature=temperature, top_k=5)
+    assert streamed == [48]
+
+
+def with_impossible(ops, *parts):
+    """The operands with entries that are impossible: a bias of -inf."""
+    for one, some in zip((ops, ops.ref), parts, strict=False):
+        one.bias[some] = -torch.inf
+    return ops
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [(slice(0, 0), slice(3, 9)), (slice(3, 9), slice(3, 9)), (slice(3, 9), slice(0, 0)), (slice(3, 9), slice(7, 1000))],
+    ids=["the reference's", "both's", "the policy's", "overlapping"],
+)
+def test_impossible_entries(own, others, streamed):
+    """Infinite KLs where one head alone has an entry, at labels and elsewhere."""
+    ops = with_impossible(problem(33, 9, 1031, bias=True, reference=True), own, others)
+    ops.labels[:4] = torch.tensor([4, 8, 1030, 500])
+    want = ("logprob", "logsumexp", "entropy", "self_certainty", "mean_logit", "rank", "sum_sq_prob", *KL)
+    exact = ops.to(torch.float64)
+    expected = ll.token_stats(
+        exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference, backend="eager"
+    )
+    got = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, backend="compiled")
+    for name in want:
+        assert_near(getattr(got, name), getattr(expected, name).double(), 2e-5, name)
+    assert streamed == [33]
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-3, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("far", [0.0, 3.0, 200.0, -5e3])
+def test_a_kl_has_the_digits_that_slices_have(apart, far, streamed):
+    """Of heads that are nearly the same one, or far from each other, whose logits differ by a large number, too."""
+    ops = problem(34, 16, 3000, bias=True, reference=True)
+    ops.ref.hidden = ops.hidden + 0.0
+    ops.ref.weight = ops.weight + apart * torch.randn_like(ops.weight)
+    ops.ref.bias = ops.bias + far
+    exact = ops.to(torch.float64)
+
+    def kls(of, backend):
+        found = ll.token_stats(of.hidden, of.head, of.labels, want=KL, reference=of.reference, backend=backend)
+        return {name: getattr(found, name).double() for name in KL}
+
+    expected, sliced, got = kls(exact, "eager"), kls(ops, "eager"), kls(ops, "compiled")
+    for name, right in expected.items():
+        rounded = (sliced[name] - right).abs()
+        floor = 2e-6 * right.abs() + 1e-9 * (1 + abs(far))
+        assert ((got[name] - right).abs() <= 2 * rounded.max() + floor).all(), name
+    assert streamed == [34]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("k", [1, 20, 300, 700])
+def test_of_equal_entries_the_first_are_the_best(k, threads, streamed):
+    ops = problem(37, 6, 700)
+    ops.hidden = torch.randint(-2, 3, ops.hidden.shape).float()
+    ops.weight = torch.randint(-1, 2, ops.weight.shape).float()
+    ops.hidden[0] = 0.0  # -0 and 0
+    z = ops.hidden @ ops.weight.t()
+    logits, ids = z.sort(dim=1, descending=True, stable=True)
+    with put_back():
+        torch.set_num_threads(threads)
+        found = ll.token_stats(ops.hidden, ops.head, top_k=k, want=("logsumexp",), backend="compiled")
+    assert torch.equal(found.top_k_ids, ids[:, :k])
+    assert torch.equal(found.top_k_logits, logits[:, :k])
+    assert streamed == [37]
+
+
+def test_the_best_entries_of_a_long_vocabulary(streamed):
+    """Entries that get better to the end fill the room over and over; so do those that get worse, once."""
+    ops = problem(34, 2, 20_000)
+    ops.weight = torch.stack([torch.linspace(0, 9, 20_000), torch.randn(20_000)], 1)
+    ops.hidden[:, 0] = torch.linspace(-1, 1, 34)
+    z = ops.hidden @ ops.weight.t()
+    found = ll.token_stats(ops.hidden, ops.head, top_k=33, want=("logsumexp",), backend="compiled")
+    torch.testing.assert_close(found.top_k_logits, z.topk(33).values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(z.gather(1, found.top_k_ids), found.top_k_logits, rtol=1e-6, atol=1e-6)
+    assert streamed == [34]
 
 
 @pytest.mark.parametrize("more", [{"scale": 0.3}, {"vocab_size": 250}], ids=str)
@@ -65,7 +161,7 @@ def test_scale_temperature_and_padding(more, temperature, streamed):
     assert streamed == [13]
 
 
-@pytest.mark.parametrize(("budget", "chunks"), [(600_000, 1), (90_000, 2), (9_000, 0)])
+@pytest.mark.parametrize(("budget", "chunks"), [(600_000, 1), (150_000, 2), (9_000, 0)])
 def test_a_budget_makes_chunks_and_a_small_one_makes_slices(budget, chunks, streamed):
     with put_back():
         torch.set_num_threads(1)  # each has rows of the weight
@@ -163,19 +259,11 @@ def test_no_slice_of_logits_exists(streamed):
     assert told.buffer_bytes < 200 * 30_000 * 4 / 50 < seen.peak
 
 
-@pytest.mark.parametrize("also", ["bias", "softcap", "adapter", "top_k", "reference", "float64", "flop", "transposed"])
+@pytest.mark.parametrize("also", ["float64", "flop", "transposed", "jsd"])
 def test_what_it_does_not_do_is_done_by_slices(also, streamed):
     ops, want, options = problem(), ("logprob", "entropy"), {}
-    if also == "bias":
-        ops = operands((13,), 8, 257, dtype=torch.float32).training()
-    elif also == "softcap":
-        ops = problem(softcap=5.0)
-    elif also == "adapter":
-        ops.adapters = (LowRank(torch.randn(2, 8), torch.randn(257, 2)),)
-    elif also == "top_k":
-        options["top_k"] = 3
-    elif also == "reference":
-        ops, want = problem(reference=True), ("logprob", "kl")
+    if also == "jsd":
+        ops, want = problem(reference=True), ("logprob", "jsd")
     elif also == "float64":
         ops = ops.to(torch.float64)
     elif also == "transposed":
@@ -195,20 +283,20 @@ def test_gradients_are_those_of_slices(streamed):
 
 
 def test_without_a_library_slices_are_made(monkeypatch, streamed):
-    monkeypatch.setattr(stream, "_compiled", lambda command: (_ for _ in ()).throw(OSError("no room")))
-    stream._library.cache_clear()
+    monkeypatch.setattr(library, "_compiled", lambda command: (_ for _ in ()).throw(OSError("no room")))
+    library._library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="could not compile a product.*no room"):
             compare(problem(), ("logprob", "entropy"), backend="compiled")
         compare(problem(), ("logprob", "entropy"), backend="compiled")  # said once
     finally:
-        stream._library.cache_clear()
+        library._library.cache_clear()
     assert streamed == []
 
 
 def test_another_process_loads_what_this_one_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    program = "from logitless.vocab.backends.compiled import stream; print(stream.library().parts())"
+    program = "from logitless.vocab.backends.compiled.library import library; print(library().parts())"
     for compiler in ("g++", "g++"):
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert found.stdout.strip() == "16", compiler
@@ -221,7 +309,7 @@ def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streame
     ops = problem(50, 40, 1031)
     found = {}
     for kind in ("AVX2", PROCESSOR):
-        made = stream._library("g++", kind)
+        made = library._library("g++", kind)
         monkeypatch.setattr(stream, "library", lambda made=made: made)
         found[kind] = values(ops)
     for name, x in found["AVX2"].items():

@@ -1,62 +1,50 @@
-"""Values of a plain head by one function in C++, which adds logits up while they are in registers: none are stored.
-
-It is compiled at its first call, and kept on disk beside what torch compiles. docs/decisions/0051
-"""
+"""Values whose logits are added up while they are in registers: none are stored. docs/decisions/0051"""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
-import subprocess
-import tempfile
-import threading
-import warnings
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....algebra.costs import STREAM_TOKENS, Slices
-from ....algebra.online_softmax import EMPTY, MASK, Accumulation, merge
+from ....algebra.costs import STREAM_TOKENS, Slices, even_blocks, waiting_entries
+from ....algebra.online_softmax import Accumulation, merge
 from ....algebra.stats import best_entries, sums_of
-from ....hashes import hash_of
 from ...call.call import Call
-from ...call.compiled_support import PATIENCE, compiler
 from ...devices import is_intel
+from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Partial
-from ..logits import multiplies_tiles
+from ..base import Chunk, Partial, sums_logits
+from ..logits import Projection, multiplies_tiles
 from .kernels import is_plain
+from .library import REFERENCE_SUMS, Best, Factor, Head, Streamed, Sums, library
 
-SOURCE = Path(__file__).with_name("stream.cpp")
-FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
-OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
-NUMBERS = (f"-DEMPTY={EMPTY}f", f"-DMASK={MASK}f")
-FIELDS = ("m", "rest", "t", "above", "zsum")  # what it finds of each token and part of the vocabulary
-SUMS = frozenset(FIELDS[2:])
+FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
 FEW = 32  # tokens, of fewer a product in slices takes as long
-
-_lock = threading.Lock()
+BESIDE = 3  # numbers a token: its label's logit, and both heads' outer factors
 
 
 def takes(call: Call) -> bool:
-    """Whether it computes a call's values: of fp32 or bf16 rows alone."""
-    i, head, options = call.inputs, call.head, call.options
-    weight, sums = head.weight, sums_of(options.want)
-    if not isinstance(weight, Tensor) or head.bias is not None or head.softcap or i.lora_b is not None:
+    """Whether it computes a call's values: of heads whose rows are fp32 or bf16."""
+    i, sums = call.inputs, sums_of(call.options.want)
+    if call.shard is not None or call.reference_rows is not None:  # ranks are to take the same chunks wherever they run
         return False
-    if call.reference is not None or call.reference_rows is not None or best_entries(sums, options.top_k):
+    if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= FOUND:
         return False
-    if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
+    if call.reference is None or i.ref_hidden is None:
+        return _multiplies(call, call.head, i.hidden, i.lora_b)
+    heads = (call.head, i.hidden, i.lora_b), (call.reference, i.ref_hidden, i.ref_lora_b)
+    return all(_multiplies(call, *given) for given in heads)
+
+
+def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
+    """Whether it has a head's products with these hidden states."""
+    tables = [head.weight] + ([] if lora_b is None else [lora_b])
+    if not all(isinstance(x, Tensor) and is_plain(x.detach()) and x.stride(1) == 1 for x in tables):
         return False
-    cast = options.autocast or weight.dtype
-    exact = cast == weight.dtype in (torch.float32, torch.bfloat16) and call.compute == torch.float32
-    if not exact or multiplies_tiles(i.hidden, cast, call.compute) or weight.stride(1) != 1 or not sums <= SUMS:
-        return False
-    return call.n_tokens >= FEW and is_plain(i.hidden) and is_plain(weight.detach())
+    cast = call.options.autocast or head.weight.dtype
+    wide = all(x.dtype in (torch.float32, torch.bfloat16) for x in tables)
+    return wide and cast == head.weight.dtype and is_plain(hidden) and not multiplies_tiles(hidden, cast, call.compute)
 
 
 def slices(call: Call, n_tokens: int) -> Slices | None:
@@ -67,101 +55,117 @@ def slices(call: Call, n_tokens: int) -> Slices | None:
     found = library() if takes(call) and not is_intel() else None
     if found is None:
         return None
-    size, lanes, numbers = call.head.hidden_size, found.lanes(), call.compute.itemsize
-    own = numbers * torch.get_num_threads() * found.entries() * (size + lanes)
-    each = numbers * (size + (len(FIELDS) + 1) * found.parts())
+    i, lanes, threads, number = call.inputs, found.lanes(), torch.get_num_threads(), call.compute.itemsize
+    sizes = [i.width + 1]  # of a bias, too
+    if i.ref_hidden is not None:
+        sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
+    sums = sums_of(call.options.want)
+    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, sums_logits(call)))
+    own = number * threads * found.entries() * (sum(sizes) + 2 * lanes)
+    each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     most = min(STREAM_TOKENS["cpu"], (call.budget - own) // each // lanes * lanes)
     if most < lanes:
         return None
-    tokens = min(n_tokens, -(-n_tokens // -(-n_tokens // most) // lanes) * lanes)
+    tokens = even_blocks(n_tokens, most, lanes)
     return Slices(tokens, call.head.rows, own + -(-tokens // lanes) * lanes * each, in_products=True)
+
+
+def _fields(sums: frozenset[str], sums_logits: bool) -> list[str]:
+    """What is added up of each token and part of the vocabulary."""
+    ref = [name for name in REFERENCE_SUMS if name != "a_ref" or "qe" in sums] if "ref" in sums else []
+    return ["m", "rest", "peaks", *sorted(sums & {"t", "r", "above"}), *["zsum"] * sums_logits, *ref]
+
+
+def _best_bytes(top_k: int, threads: int) -> int:
+    """Of a token's best entries: those that each thread found, what they have to beat, and those of all threads."""
+    return threads * (8 * (top_k + waiting_entries(top_k)) + 8) + 12 * top_k if top_k else 0
 
 
 def accumulate(chunk: Chunk) -> Partial:
     """`Backend.accumulate_local` of a chunk whose slices `slices` gave."""
-    found, factor = library(), chunk.policy.factors[0]
+    found, n_tokens, take = library(), chunk.n_tokens, chunk.scratch.take
     assert found is not None
-    hidden, weight = factor.rows.contiguous(), plain(factor.entries)
-    tokens, size = hidden.shape
-    width = -(-tokens // found.lanes()) * found.lanes()
-    labels, label_logit = chunk.inputs.labels, chunk.label_logit if "above" in chunk.sums else None
-    if labels is not None:
-        labels = labels.long().contiguous()
-    packed = chunk.scratch.take("tokens", (size, width))
-    sums = chunk.scratch.take("sums", (len(FIELDS) * found.parts(), width)).view(len(FIELDS), -1, width)
-    failed = found.accumulate(
-        *(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0), weight.dtype == torch.bfloat16),
-        *(tokens, weight.shape[0], size, _address(labels), _address(label_logit), packed.data_ptr(), sums.data_ptr()),
-        *("t" in chunk.sums, "above" in chunk.sums, chunk.sums_logits, torch.get_num_threads()),
-    )
-    if failed:
+    width = -(-n_tokens // found.lanes()) * found.lanes()
+    labels = None if chunk.inputs.labels is None else chunk.inputs.labels.long().contiguous()
+    names, held = _fields(chunk.sums, chunk.sums_logits), _Held()
+    sums = dict(zip(names, take("sums", (len(names) * found.parts(), width)).view(len(names), -1, width), strict=True))
+    streamed = Streamed(n_tokens=n_tokens, vocab=chunk.policy.head.rows, labels=held.address(labels))
+    streamed.sums = Sums(**{name: x.data_ptr() for name, x in sums.items()})
+    streamed.head = _head(chunk.policy, "tokens", chunk, width, held)
+    if chunk.reference is not None and "ref" in chunk.sums:
+        streamed.ref = _head(chunk.reference, "ref_tokens", chunk, width, held)
+    if "above" in chunk.sums:
+        assert chunk.label_logit is not None
+        streamed.label = held.address(_of_lanes(chunk.label_logit, take("label", (1, width))))
+    topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
+    if found.accumulate(ctypes.byref(streamed), torch.get_num_threads()):
         raise MemoryError("no memory for a thread's rows of the head")
-    return _partial(chunk, dict(zip(FIELDS, sums[:, :, :tokens], strict=True)))
+    state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
+    return Partial(state, lambda totals: {}, sums["zsum"][:, :n_tokens].sum(0) if chunk.sums_logits else None, topk)
 
 
-def _partial(chunk: Chunk, sums: dict[str, Tensor]) -> Partial:
+class _Held(list[object]):
+    """What has to live as long as the addresses that a call is given."""
+
+    def address(self, x: Tensor | None) -> int | None:
+        self.append(x)
+        return None if x is None else x.data_ptr()
+
+
+def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> Head:
+    """A head on the chunk's tokens: its bias is a factor of one number a token and entry."""
+    pairs = [(f.rows, plain(f.entries)) for f in on.factors]
+    if on.bias is not None:
+        pairs.append((_column(on.inner, chunk), on.bias[:, None]))
+    factors = (Factor * len(pairs))()
+    for factor, (rows, entries) in zip(factors, pairs, strict=True):
+        tokens = rows.contiguous()
+        factor.tokens, factor.tokens_stride = held.address(tokens), tokens.stride(0)
+        factor.entries, factor.entries_stride = held.address(entries), entries.stride(0)
+        factor.size, factor.half = tokens.shape[1], entries.dtype == torch.bfloat16
+    size = sum(factor.size for factor in factors)
+    head = Head(factors, len(pairs), packed=chunk.scratch.take(name, (size, width)).data_ptr())
+    if on.outer is not None:
+        outer = _of_lanes(_column(on.outer, chunk)[:, 0], chunk.scratch.take(f"{name} outer", (1, width)))
+        head.outer = held.address(outer)
+    return head
+
+
+def _column(x: float | Tensor, chunk: Chunk) -> Tensor:
+    """A number for all tokens, or one each, as (C, 1)."""
+    return x if isinstance(x, Tensor) else chunk.policy.factors[0].rows.new_full((chunk.n_tokens, 1), x)
+
+
+def _of_lanes(x: Tensor, room: Tensor) -> Tensor:
+    """A number each of the tokens and of the lanes that hold none."""
+    room.zero_()[0, : len(x)] = x
+    return room
+
+
+def _find_best(streamed: Streamed, chunk: Chunk, width: int, held: _Held) -> tuple[Tensor, Tensor]:
+    """Where the best entries' logits and ids, (C, k), will be."""
+    k, threads, take = chunk.top_k, torch.get_num_threads(), chunk.scratch.take
+    room = k + waiting_entries(k)
+    streamed.best = Best(
+        keys=take("keys", (threads * width, 2 * room)).data_ptr(),  # of 8 bytes
+        least=take("least", (threads, width)).data_ptr(),
+        waiting=take("waiting", (threads, width)).data_ptr(),
+        k=k,
+        room=room,
+    )
+    logits = chunk.policy.factors[0].rows.new_empty(chunk.n_tokens, k)
+    ids = torch.empty_like(logits, dtype=torch.int64)
+    streamed.best_logits, streamed.best_entries = held.address(logits), held.address(ids)
+    return logits, ids
+
+
+def _merged(sums: dict[str, Tensor]) -> Accumulation:
     """What the parts of the vocabulary, (parts, C) each, amount to."""
-    state = Accumulation(sums["m"], sums["rest"])
-    state.t = sums["t"] if "t" in chunk.sums else None
-    state.above = sums["above"].long() if "above" in chunk.sums else None
-    while len(state.m) > 1:
-        half = len(state.m) // 2
-        first, second = ({name: x[some] for name, x in state.items()} for some in (slice(half), slice(half, None)))
-        state = merge(Accumulation(**first), Accumulation(**second), torch)
-    state = Accumulation(**{name: x[0] for name, x in state.items()})
-    return Partial(state, lambda totals: {}, sums["zsum"].sum(0) if chunk.sums_logits else None)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def library() -> Any:
-    """The compiled function with its sizes; None, said once, where this processor or its compiler has none."""
-    with _lock:
-        return _library(compiler(), torch.backends.cpu.get_cpu_capability())
-
-
-@cache
-def _library(compiler: str, processor: str) -> Any:
-    if processor not in FLAGS:
-        return None
-    try:
-        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor]]))
-    except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(
-            f"backend 'compiled': {compiler} could not compile a product, slices of logits are made instead ({error})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-
-
-def _compiled(command: list[str]) -> Path:
-    """The library that this command makes of the source: from the disk where it was made before."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = Path(cache_dir()) / "logitless"
-    key = hash_of("\0".join([*command, SOURCE.read_text(encoding="utf-8")]).encode())
-    place = folder / f"{key}.so"
-    if not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own, place.name)
-            done = [*command, "-o", str(made), str(SOURCE)]
-            subprocess.run(done, check=True, capture_output=True, text=True, timeout=PATIENCE)
-            os.replace(made, place)
-    return place
-
-
-def _load(place: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(place))
-    address, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    found.accumulate.argtypes = [
-        *(address, number, address, number, flag),
-        *(number, number, number, address, address, address, address),
-        *(flag, flag, flag, flag),
-    ]
-    for size in (found.lanes, found.parts, found.entries):
-        size.restype = number
-    return found
+    named = {name: x for name, x in sums.items() if name not in ("peaks", "zsum")}
+    if "above" in named:
+        named["above"] = named["above"].long()
+    while len(named["m"]) > 1:
+        half = len(named["m"]) // 2
+        first, second = ({name: x[some] for name, x in named.items()} for some in (slice(half), slice(half, None)))
+        named = dict(merge(Accumulation(**first), Accumulation(**second), torch).items())
+    return Accumulation(**{name: x[0] for name, x in named.items()})

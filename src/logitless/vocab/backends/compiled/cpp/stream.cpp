@@ -1,0 +1,120 @@
+// Sums over a vocabulary of logits that no memory holds, on an x86 processor: docs/decisions/0051.
+//
+// A tile of logits is added to what each token has so far before the next one is made. Each token's numbers are added up
+// in one order, whatever the number of threads.
+#include <omp.h>
+
+#include <cstdlib>
+
+#include "best.h"
+#include "product.h"
+#include "sums.h"
+
+constexpr long PARTS = 16;  // of the vocabulary, each with sums of its own
+
+// One call: logits of `head`, and of `ref` if that has factors, for the same tokens and entries
+struct Call {
+  Head head, ref;
+  int64_t n_tokens, vocab;
+  const int64_t* labels;  // a number a token, whose logit is left out of the sums; or null
+  const float* label;     // a token's logit, above which entries are counted; room for all LANES; or null
+  Sums sums;              // [PARTS][tokens rounded up to LANES] each
+  Best best;              // of the first thread; those of others lie behind. k is 0 where none are wanted
+  float* best_logits;     // [tokens][k]
+  int64_t* best_entries;  // [tokens][k]
+};
+
+static float* room(long numbers) {
+  return static_cast<float*>(std::aligned_alloc(64, (numbers * sizeof(float) + 63) / 64 * 64));
+}
+
+// A thread's rows of both heads, packed, and a tile of logits of each
+struct Own {
+  long size, ref_size;
+  float* memory = room(ENTRIES * (2 * LANES + size + ref_size));
+  float *logits = memory, *ref_logits = logits + ENTRIES * LANES;
+  float *entries = ref_logits + ENTRIES * LANES, *ref_entries = entries + ENTRIES * size;
+  ~Own() { std::free(memory); }
+};
+
+static void find_best(const float* logits, long v, long count, long first, long n_tokens, Best& best) {
+  const long tokens = std::min(WIDTH, n_tokens - first);
+  if (tokens <= 0) return;
+  const uint32_t there = (uint32_t(1) << tokens) - 1;
+  Vector least = load(best.least + first);
+  for (long i = 0; i < count; i++) {
+    uint32_t better = not_at_most(load(logits + i * LANES), least) & there;
+    if (!better) continue;
+    for (; better; better &= better - 1) {
+      const long j = __builtin_ctz(better);
+      best.add(first + j, logits[i * LANES + j], v + i);
+    }
+    least = load(best.least + first);
+  }
+}
+
+// Adds the tiles of one panel of tokens and `count` entries from v on
+static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, Best& best) {
+  float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
+  make_logits(call.head, own.size, own.entries, count, panel, own.logits);
+  if (ref) make_logits(call.ref, own.ref_size, own.ref_entries, count, panel, ref);
+  for (long j = 0; j < LANES; j += WIDTH) {
+    const long first = panel * LANES + j;
+    const Sums here = moved(sums, first);
+    if (here.zsum) add_logits(own.logits + j, count, here.zsum);
+    if (best.k) find_best(own.logits + j, v, count, first, call.n_tokens, best);
+    if (call.labels)
+      for (long n = first; n < std::min(first + WIDTH, call.n_tokens); n++)
+        if (v <= call.labels[n] && call.labels[n] < v + count) {
+          const long at = (call.labels[n] - v) * LANES + n - panel * LANES;
+          own.logits[at] = MASK;
+          if (ref) ref[at] = MASK;
+        }
+    add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here);
+  }
+}
+
+extern "C" {
+long lanes() { return LANES; }
+long parts() { return PARTS; }
+long entries() { return ENTRIES; }
+
+// Returns 0, or 1 where there is no memory.
+int accumulate(const Call* given, int threads) {
+  const Call& call = *given;
+  const long panels = (call.n_tokens + LANES - 1) / LANES, width = panels * LANES;
+  const long part = ((call.vocab + PARTS - 1) / PARTS + ENTRIES - 1) / ENTRIES * ENTRIES;
+  const long groups = std::min(panels, (threads + PARTS - 1) / PARTS), group = (panels + groups - 1) / groups;
+  int failed = 0;
+  clear(call.sums, PARTS * width);
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+  {
+    const Own own{call.head.size(), call.ref.size()};
+    failed |= own.memory == nullptr;
+    Best best = call.best;
+    if (best.k) best = best.of_thread(omp_get_thread_num(), width);
+    pack_tokens(call.head, own.size, call.n_tokens);
+    pack_tokens(call.ref, own.ref_size, call.n_tokens);
+#pragma omp for collapse(2) schedule(monotonic : dynamic)
+    for (long i = 0; i < PARTS; i++)
+      for (long g = 0; g < groups; g++) {
+        if (own.memory == nullptr) continue;
+        const Sums sums = moved(call.sums, i * width);
+        const long end = std::min(call.vocab, (i + 1) * part);
+        for (long v = i * part; v < end; v += ENTRIES) {
+          const long count = std::min(ENTRIES, end - v);
+          pack_entries(call.head, own.size, v, count, own.entries);
+          pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
+          for (long p = g * group; p < std::min(panels, (g + 1) * group); p++)
+            add_tiles(call, own, v, count, p, sums, best);
+        }
+      }
+    if (best.k)
+#pragma omp for
+      for (long n = 0; n < call.n_tokens; n++)
+        call.best.of_all(omp_get_num_threads(), width, n, call.best_logits + n * best.k, call.best_entries + n * best.k);
+  }
+  count_maximum(call.sums, PARTS * width);
+  return failed;
+}
+}

@@ -1,0 +1,81 @@
+// Vectors of fp32 as AVX-512 and AVX2 have them, and functions of them that both compute alike.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+#if defined(__AVX512F__)
+using Vector = __m512;
+constexpr long WIDTH = 16;
+static inline Vector load(const float* x) { return _mm512_load_ps(x); }
+static inline void store(float* x, Vector v) { _mm512_store_ps(x, v); }
+static inline Vector all(float x) { return _mm512_set1_ps(x); }
+static inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }  // b where one is NaN
+static inline Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+static inline Vector nearest(Vector x) { return _mm512_roundscale_ps(x, 8); }
+static inline Vector times_power(Vector x, Vector n) { return _mm512_scalef_ps(x, n); }  // x·2^n
+static inline Vector if_equal(Vector a, Vector b, Vector x, Vector y) {  // a == b ? x : y
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), x);
+}
+static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x);
+}
+static inline uint32_t not_at_most(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
+#else
+using Vector = __m256;
+constexpr long WIDTH = 8;
+static inline Vector load(const float* x) { return _mm256_load_ps(x); }
+static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
+static inline Vector all(float x) { return _mm256_set1_ps(x); }
+static inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+static inline Vector smaller(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+static inline Vector nearest(Vector x) { return _mm256_round_ps(x, 8); }
+static inline Vector power(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+static inline Vector times_power(Vector x, Vector n) {  // in two steps, so that what is too small is 0
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  return x * power(half) * power(_mm256_sub_epi32(whole, half));
+}
+static inline Vector if_equal(Vector a, Vector b, Vector x, Vector y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
+static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+}
+static inline uint32_t not_at_most(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
+#endif
+
+// x = n·log 2 + r with a whole n; e^r - 1
+static inline Vector expm1_of_rest(Vector x, Vector& n) {
+  n = nearest(x * all(1.44269504088896341f));
+  Vector r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  Vector p = all(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, all(c));
+  return fma(p, r * r, r);
+}
+
+// e^x for x below 150, to the last digit or two; 0 below -104; NaN stays
+static inline Vector exponential(Vector x) {
+  Vector n;
+  const Vector y = expm1_of_rest(larger(all(-150.f), x), n);
+  return times_power(y + all(1.f), n);
+}
+
+// e^x - 1, which keeps its digits near 0; infinite or NaN above 88
+static inline Vector expm1(Vector x) {
+  Vector n;
+  const Vector y = expm1_of_rest(smaller(all(150.f), larger(all(-150.f), x)), n), one = all(1.f);
+  return fma(times_power(one, n), y, times_power(one, n) - one);
+}
+
+static inline Vector absolute(Vector x) { return larger(x, all(0.f) - x); }
+
+static inline Vector tanh(Vector x) {
+  const Vector y = expm1(absolute(x) * all(-2.f)), z = y / (y + all(2.f));  // -tanh|x|
+  return if_greater(x, all(0.f), all(0.f) - z, z);
+}

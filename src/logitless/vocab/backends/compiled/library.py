@@ -1,0 +1,135 @@
+"""The functions in C++ that are compiled at their first call, and kept on disk beside what torch compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+import threading
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....algebra.online_softmax import EMPTY, FAR, MASK
+from ....hashes import hash_of
+from ...call.compiled_support import PATIENCE, compiler, first_line
+
+SOURCES = Path(__file__).with_name("cpp")
+MAIN = SOURCES / "stream.cpp"
+FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
+OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
+NUMBERS = tuple(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR)))
+
+_lock = threading.Lock()
+
+
+def library() -> Any:
+    """The compiled functions with their sizes; None, said once, where this processor or its compiler has none."""
+    with _lock:
+        return _library(compiler(), torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def _library(compiler: str, processor: str) -> Any:
+    if processor not in FLAGS:
+        return None
+    try:
+        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor]]))
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        said = first_line(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
+        warnings.warn(
+            f"backend 'compiled': {compiler} could not compile a product, slices of logits are made instead ({said})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _compiled(command: list[str]) -> Path:
+    """The library that this command makes of the sources: from the disk where it was made before."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir()) / "logitless"
+    sources = [x.read_text(encoding="utf-8") for x in sorted(SOURCES.iterdir())]
+    place = folder / f"{hash_of(chr(0).join([*command, *sources]).encode())}.so"
+    if not place.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            made = Path(own, place.name)
+            done = [*command, "-o", str(made), str(MAIN)]
+            subprocess.run(done, check=True, capture_output=True, text=True, timeout=PATIENCE)
+            os.replace(made, place)
+    return place
+
+
+def _load(place: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(place))
+    found.accumulate.argtypes = [ctypes.POINTER(Streamed), ctypes.c_int]
+    for size in (found.lanes, found.parts, found.entries):
+        size.restype = ctypes.c_long
+    return found
+
+
+_address, _number = ctypes.c_void_p, ctypes.c_int64
+
+
+class Factor(ctypes.Structure):
+    """As in cpp/product.h: tokens (C, size) in fp32 and entries (V, size), which have `half` the bits in bf16."""
+
+    _fields_ = (
+        ("tokens", _address),
+        ("tokens_stride", _number),
+        ("entries", _address),
+        ("entries_stride", _number),
+        ("size", _number),
+        ("half", _number),
+    )
+
+
+class Head(ctypes.Structure):
+    """As in cpp/product.h."""
+
+    _fields_ = (
+        ("factors", ctypes.POINTER(Factor)),
+        ("n_factors", _number),
+        ("outer", _address),
+        ("packed", _address),
+    )
+
+
+SUMS = ("m", "rest", "peaks", "t", "r", "above", "zsum")
+REFERENCE_SUMS = ("m_ref", "s_ref", "near", "shift", "a", "b", "a_ref")
+
+
+class Sums(ctypes.Structure):
+    """As in cpp/sums.h."""
+
+    _fields_ = tuple((name, _address) for name in SUMS + REFERENCE_SUMS)
+
+
+class Best(ctypes.Structure):
+    """As in cpp/best.h."""
+
+    _fields_ = (("keys", _address), ("least", _address), ("waiting", _address), ("k", _number), ("room", _number))
+
+
+class Streamed(ctypes.Structure):
+    """As `Call` in cpp/stream.cpp."""
+
+    _fields_ = (
+        ("head", Head),
+        ("ref", Head),
+        ("n_tokens", _number),
+        ("vocab", _number),
+        ("labels", _address),
+        ("label", _address),
+        ("sums", Sums),
+        ("best", Best),
+        ("best_logits", _address),
+        ("best_entries", _address),
+    )
