@@ -105,7 +105,7 @@ class Slices:
 
     copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
     converted whenever it is read. in_products: whether the kernel of the products adds up its logits, so that there is
-    no slice of these.
+    no slice of these unless it has stored them for backward, too.
     """
 
     tokens: int
@@ -113,6 +113,7 @@ class Slices:
     nbytes: int
     copied: int = 0
     in_products: bool = False
+    stored: bool = False
 
 
 def looking_again_is_cheaper(kept: int, streamed: int, device: str) -> bool:

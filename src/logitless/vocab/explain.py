@@ -71,7 +71,7 @@ class Explanation:
         beyond = f" and 1 over the {self.outside:,} entries that the draft lacks" if self.outside else ""
         tokens = plural(self.slices.tokens, "token")
         parts, buffers = f"slices of {tokens} x {self.slices.width:,} entries", "slices"
-        if self.slices.in_products:
+        if self.slices.in_products and not self.slices.stored:
             parts, buffers = f"chunks of {tokens}, whose logits no memory holds", "buffers"
         if self.entries is not None:
             parts = f"{self.entries:,} entries of {tokens}"

@@ -14,7 +14,7 @@ from logitless.vocab.backends.compiled import library, stream
 from logitless.vocab.call import compiled_support
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
-from tests.support.vocab.comparing import assert_near, compare, operands
+from tests.support.vocab.comparing import assert_near, assert_near_in_norm, compare, compare_loss, operands
 
 REASON = compiled_support.why_not("cpu")
 PROCESSOR = torch.backends.cpu.get_cpu_capability()
@@ -259,12 +259,10 @@ def test_no_slice_of_logits_exists(streamed):
     assert told.buffer_bytes < 200 * 30_000 * 4 / 50 < seen.peak
 
 
-@pytest.mark.parametrize("also", ["float64", "flop", "transposed", "jsd"])
+@pytest.mark.parametrize("also", ["float64", "flop", "transposed"])
 def test_what_it_does_not_do_is_done_by_slices(also, streamed):
-    ops, want, options = problem(), ("logprob", "entropy"), {}
-    if also == "jsd":
-        ops, want = problem(reference=True), ("logprob", "jsd")
-    elif also == "float64":
+    ops = problem()
+    if also == "float64":
         ops = ops.to(torch.float64)
     elif also == "transposed":
         ops.weight = ops.weight.t().contiguous().t()
@@ -273,11 +271,73 @@ def test_what_it_does_not_do_is_done_by_slices(also, streamed):
             values(ops)
         assert counted.get_total_flops() >= 2 * 13 * 8 * 257
     else:
-        compare(ops, want, backend="compiled", **options)
+        compare(ops, ("logprob", "entropy"), backend="compiled")
     assert streamed == []
 
 
-def test_gradients_are_those_of_slices(streamed):
+LOSSES = {
+    "a log-prob's": ("logprob",),
+    "with entropy": ("logprob", "entropy", "self_certainty"),
+    "with KLs": ("logprob", "entropy", *KL),
+    "of a second look": ("logprob", "jsd", "acceptance"),
+}
+
+
+@pytest.mark.parametrize("more", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("want", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("n", "budget"), [(50, None), (70, 600_000)], ids=["one chunk", "some chunks"])
+def test_the_gradient_of_a_loss_is_the_oracles(n, budget, want, more, streamed):
+    """Its logits stay for the products of backward."""
+    reference = bool({"kl", "jsd"} & set(want))
+    ops = operands((n,), 37, 1031, dtype=torch.float32, reference=reference, **({"bias": False} | more))
+    with put_back():
+        torch.set_num_threads(1)
+        compare_loss(ops, want, backend="compiled", memory_budget=budget)
+        compare_loss(ops.training("hidden", "weight"), want, backend="compiled", memory_budget=budget)
+        told = ll.explain(
+            *(ops.hidden, ops.head, ops.labels),
+            want=want,
+            reference=ops.reference,
+            backend="compiled",
+            memory_budget=budget,
+            loss=True,
+        )
+    assert set(streamed) == {n} if budget is None else n not in streamed and sum(streamed) % n == 0
+    assert "no memory holds" not in str(told)
+    assert told.buffer_bytes <= (budget or 1 << 28)
+
+
+def test_the_gradient_of_a_cross_entropy_is_the_oracles(streamed):
+    ops = problem(64, 20, 3000, bias=True).training("hidden", "weight", "bias")
+    ops.labels[5] = -100
+    exact, options = ops.to(torch.float64), {"label_smoothing": 0.1, "z_loss": 1e-3}
+    loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="compiled", **options)
+    expected = ll.linear_cross_entropy(exact.hidden, exact.head, exact.labels, backend="eager", **options)
+    torch.testing.assert_close(loss.double(), expected)
+    loss.backward()
+    expected.backward()
+    for name, leaf in ops.leaves.items():
+        assert_near_in_norm(leaf.grad, exact.leaves[name].grad, 2e-6, name)
+    assert streamed == [63]
+
+
+def test_impossible_entries_have_no_gradient(streamed):
+    ops = with_impossible(problem(40, 9, 1031, bias=True, reference=True), slice(3, 9), slice(3, 9))
+    ops.labels.clamp_(min=9)
+    compare_loss(ops.training("hidden", "weight", "bias"), ("logprob", "entropy", *KL), backend="compiled")
+    assert set(streamed) == {40}
+
+
+def test_a_loss_keeps_to_its_budget(streamed):
+    ops = problem(200, 16, 30_000).training("hidden", "weight")
+    told = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, backend="compiled", memory_budget=10_000_000)
+    assert told.slices.in_products
+    assert told.buffer_bytes <= 10_000_000
+    assert told.slices.tokens * 30_000 * 4 < 10_000_000
+
+
+def test_statistics_with_a_graph_make_slices(streamed):
+    """Whose backward makes them again, with the same last bits."""
     compare(problem().training("hidden", "weight"), ("logprob", "entropy"), backend="compiled")
     assert streamed == []
 

@@ -21,6 +21,7 @@ from . import kernels, stream
 from .kernels import Tensors
 
 MIXED = {"jsd", "kl_mixture", "reverse_kl_mixture", "excess"}  # sums that β is part of
+AT_ONCE = ("values", "one-hot", "in-forward")  # prices at which no logit is made again, whose last bits would be others
 READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the totals, after the accumulation
 
 
@@ -143,8 +144,15 @@ class CompiledBackend(EagerBackend):
     running = CompiledRunning
 
     def slices(self, call: Call, n_tokens: int, vocab_size: int, price: Price, **how: Any) -> Slices:
-        streamed = stream.slices(call, n_tokens) if how.get("summed") else None
-        return super().slices(call, n_tokens, vocab_size, price, **how) if streamed is None else streamed
+        def plain(call: Call) -> Slices:
+            return super(CompiledBackend, self).slices(call, n_tokens, vocab_size, price, **how)
+
+        streamed = None
+        if price.materialised and price.method in AT_ONCE:
+            streamed = stream.slices_kept(call, plain)
+        elif how.get("summed"):
+            streamed = stream.slices(call, n_tokens)
+        return plain(call) if streamed is None else streamed
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         if chunk.slices.in_products:

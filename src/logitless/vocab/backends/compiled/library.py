@@ -130,6 +130,8 @@ class Streamed(ctypes.Structure):
         ("label", _address),
         ("sums", Sums),
         ("best", Best),
+        ("kept", _address),
+        ("ref_kept", _address),
         ("best_logits", _address),
         ("best_entries", _address),
     )

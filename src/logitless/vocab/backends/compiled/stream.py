@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....algebra.costs import STREAM_TOKENS, Slices, even_blocks, waiting_entries
-from ....algebra.online_softmax import Accumulation, merge
+from ....algebra.online_softmax import SECOND_LOOK, Accumulation, merge
 from ....algebra.stats import best_entries, sums_of
 from ...call.call import Call
 from ...devices import is_intel
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Partial, sums_logits
+from ..base import Chunk, Partial, Tile, sums_logits
 from ..logits import Projection, multiplies_tiles
 from .kernels import is_plain
 from .library import REFERENCE_SUMS, Best, Factor, Head, Streamed, Sums, library
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
+AFTERWARDS = frozenset(SECOND_LOOK)  # those of logits that stay
 FEW = 32  # tokens, of fewer a product in slices takes as long
 BESIDE = 3  # numbers a token: its label's logit, and both heads' outer factors
 
 
-def takes(call: Call) -> bool:
-    """Whether it computes a call's values: of heads whose rows are fp32 or bf16."""
+def takes(call: Call, kept: bool = False) -> bool:
+    """Whether it computes a call's values, of heads whose rows are fp32 or bf16; kept: where their logits stay.
+
+    Not on Intel's processors, where nobody has compared it with their own library of products.
+    """
     i, sums = call.inputs, sums_of(call.options.want)
-    if call.shard is not None or call.reference_rows is not None:  # ranks are to take the same chunks wherever they run
+    if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
         return False
-    if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= FOUND:
+    if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= (FOUND | AFTERWARDS if kept else FOUND):
         return False
-    if call.reference is None or i.ref_hidden is None:
-        return _multiplies(call, call.head, i.hidden, i.lora_b)
-    heads = (call.head, i.hidden, i.lora_b), (call.reference, i.ref_hidden, i.ref_lora_b)
-    return all(_multiplies(call, *given) for given in heads)
+    heads = [(call.head, i.hidden, i.lora_b)]
+    if call.reference is not None and i.ref_hidden is not None:
+        heads.append((call.reference, i.ref_hidden, i.ref_lora_b))
+    return all(_multiplies(call, *given) for given in heads) and not is_intel() and library() is not None
 
 
 def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
@@ -48,26 +54,41 @@ def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None)
 
 
 def slices(call: Call, n_tokens: int) -> Slices | None:
-    """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens.
-
-    None on Intel's processors, too, where nobody has compared it with their own library of products.
-    """
-    found = library() if takes(call) and not is_intel() else None
-    if found is None:
+    """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens."""
+    if not takes(call):
         return None
-    i, lanes, threads, number = call.inputs, found.lanes(), torch.get_num_threads(), call.compute.itemsize
-    sizes = [i.width + 1]  # of a bias, too
-    if i.ref_hidden is not None:
-        sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
-    sums = sums_of(call.options.want)
-    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, sums_logits(call)))
-    own = number * threads * found.entries() * (sum(sizes) + 2 * lanes)
-    each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
+    own, each, lanes = _demand(call)
     most = min(STREAM_TOKENS["cpu"], (call.budget - own) // each // lanes * lanes)
     if most < lanes:
         return None
     tokens = even_blocks(n_tokens, most, lanes)
     return Slices(tokens, call.head.rows, own + -(-tokens // lanes) * lanes * each, in_products=True)
+
+
+def slices_kept(call: Call, slices_in: Callable[[Call], Slices]) -> Slices | None:
+    """The same of a call whose logits stay in slices, as `slices_in` gives them for the budget of a call."""
+    if not takes(call, kept=True):
+        return None
+    own, each, lanes = _demand(call)
+    tokens = slices_in(call).tokens
+    beside = own + -(-tokens // lanes) * lanes * each
+    if tokens < lanes or beside >= call.budget:
+        return None
+    found = slices_in(replace(call, options=replace(call.options, memory_budget=call.budget - beside)))
+    return replace(found, nbytes=found.nbytes + beside, in_products=True, stored=True)
+
+
+def _demand(call: Call) -> tuple[int, int, int]:
+    """Bytes of all threads, and of a token, beside logits that stay; and how many tokens are computed together."""
+    found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
+    sizes = [i.width + 1]  # of a bias, too
+    if i.ref_hidden is not None:
+        sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
+    sums = sums_of(call.options.want)
+    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, sums_logits(call)))
+    own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
+    each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
+    return own, each, found.lanes()
 
 
 def _fields(sums: frozenset[str], sums_logits: bool) -> list[str]:
@@ -82,7 +103,7 @@ def _best_bytes(top_k: int, threads: int) -> int:
 
 
 def accumulate(chunk: Chunk) -> Partial:
-    """`Backend.accumulate_local` of a chunk whose slices `slices` gave."""
+    """`Backend.accumulate_local` of a chunk with slices of this module."""
     found, n_tokens, take = library(), chunk.n_tokens, chunk.scratch.take
     assert found is not None
     width = -(-n_tokens // found.lanes()) * found.lanes()
@@ -97,6 +118,8 @@ def accumulate(chunk: Chunk) -> Partial:
     if "above" in chunk.sums:
         assert chunk.label_logit is not None
         streamed.label = held.address(_of_lanes(chunk.label_logit, take("label", (1, width))))
+    if chunk.slices.stored:
+        streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
     if found.accumulate(ctypes.byref(streamed), torch.get_num_threads()):
         raise MemoryError("no memory for a thread's rows of the head")
@@ -157,6 +180,16 @@ def _find_best(streamed: Streamed, chunk: Chunk, width: int, held: _Held) -> tup
     ids = torch.empty_like(logits, dtype=torch.int64)
     streamed.best_logits, streamed.best_entries = held.address(logits), held.address(ids)
     return logits, ids
+
+
+def _keep(chunk: Chunk) -> tuple[int, int | None]:
+    """Where the logits of both heads will be: in columns, of which the chunk has its slices."""
+    shape = chunk.n_tokens, chunk.policy.head.rows
+    z = chunk.scratch.take("all z", shape, columns=True)
+    z_ref = None if chunk.reference is None else chunk.scratch.take("all z_ref", shape, columns=True)
+    for v in chunk.vocabulary():
+        chunk.materialised.append(Tile(v, z[:, v], None if z_ref is None else z_ref[:, v]))
+    return z.data_ptr(), None if z_ref is None else z_ref.data_ptr()
 
 
 def _merged(sums: dict[str, Tensor]) -> Accumulation:

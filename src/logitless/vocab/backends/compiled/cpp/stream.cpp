@@ -20,6 +20,7 @@ struct Call {
   const float* label;     // a token's logit, above which entries are counted; room for all LANES; or null
   Sums sums;              // [PARTS][tokens rounded up to LANES] each
   Best best;              // of the first thread; those of others lie behind. k is 0 where none are wanted
+  float *kept, *ref_kept;  // [vocab][tokens], which get both heads' logits, MASK for what the sums leave out; or null
   float* best_logits;     // [tokens][k]
   int64_t* best_entries;  // [tokens][k]
 };
@@ -53,6 +54,22 @@ static void find_best(const float* logits, long v, long count, long first, long 
   }
 }
 
+// Logits of `count` entries and WIDTH tokens, of which there are `tokens`, to where those of all n_tokens lie
+static void keep(const float* logits, long count, long tokens, long n_tokens, float* kept) {
+  const Vector mask = all(MASK);
+  const bool lines = tokens == WIDTH && n_tokens % WIDTH == 0;  // of memory, which nobody reads before all are there
+  for (long i = 0; i < count; i++, logits += LANES, kept += n_tokens) {
+    alignas(64) float z[WIDTH];
+    const Vector masked = larger(mask, load(logits));
+    if (lines) {
+      stream(kept, masked);
+    } else {
+      store(z, masked);
+      std::copy_n(z, tokens, kept);
+    }
+  }
+}
+
 // Adds the tiles of one panel of tokens and `count` entries from v on
 static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, Best& best) {
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
@@ -70,6 +87,9 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
           own.logits[at] = MASK;
           if (ref) ref[at] = MASK;
         }
+    const long tokens = std::min(WIDTH, call.n_tokens - first);
+    if (call.kept && tokens > 0) keep(own.logits + j, count, tokens, call.n_tokens, call.kept + v * call.n_tokens + first);
+    if (call.ref_kept && tokens > 0) keep(ref + j, count, tokens, call.n_tokens, call.ref_kept + v * call.n_tokens + first);
     add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here);
   }
 }
