@@ -44,6 +44,7 @@ from .passes.loss import (
     loss_over_sets,
 )
 from .passes.outside import with_outside
+from .passes.price import by_registers
 from .ranks.agreement import on_all
 from .stats import TokenStats
 
@@ -154,7 +155,8 @@ def token_loss(
         return flatten_inputs(inputs, hidden, per)
 
     extra = on_all(head, arguments)
-    call = _prepared(hidden, head, labels, alike=(reduction, per), **options)
+    formed = reduction != "none" and per == "token"
+    call = _prepared(hidden, head, labels, alike=(reduction, per), formed=formed, **options)
     sequences = tuple(hidden.shape[:-1]) if per == "sequence" else None
     if reduction == "none":
         return loss_of_each(loss_fn, call, extra, sequences).reshape(hidden.shape[: 1 if sequences else -1])
@@ -205,8 +207,8 @@ def linear_cross_entropy(
     alike = label_smoothing, z_loss, reduction, divisor
     if reduction == "none":
         return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
-    call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
-    given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
+    call = _prepared(hidden, head, labels, alike=alike, weight=weight, formed=True, **options)
+    given = CrossEntropyOptions(float(label_smoothing), float(z_loss), reduction == "mean", divisor)
     if torch.compiler.is_compiling():
         run = _broken_cross_entropy if call.breaks_graphs else operators.cross_entropy
         return run(call, given)
@@ -272,11 +274,13 @@ def _prepared(
     labels: Tensor | None,
     alike: tuple[Any, ...] = (),
     weight: Tensor | None = None,
+    formed: bool = False,
     **options: Unpack[Options],
 ) -> Call:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    alike: options beside the call's that the ranks compare; weight: constants per class.
+    alike: options beside the call's that the ranks compare; weight: constants per class; formed: whether a gradient is
+    formed in the forward pass.
     """
     call = on_all(head, lambda: flatten(hidden, head, labels, **options))
     if weight is not None:
@@ -286,7 +290,8 @@ def _prepared(
         if not torch.compiler.is_compiling():  # an operator of the graph does it there
             call = agreed(call, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
-    return with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
+    call = with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
+    return call if options.get("backend") else by_registers(call, formed)
 
 
 def _check_loss(

@@ -30,7 +30,7 @@ from .call.sampling_mask import SamplingMask
 from .call.validate import check_loss, compilable, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
 from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once
-from .passes.price import loss_price, planned, sparse_of, stats_price
+from .passes.price import by_registers, loss_price, planned, sparse_of, stats_price
 from .passes.quack import slices_for
 
 
@@ -107,6 +107,8 @@ def explain(
     check_loss("mean", per, hidden)
     by_quack = loss and options.get("backend") == quack_support.NAME
     call = stand_in((flatten_whole_loss if by_quack else flatten)(hidden, head, labels, **options))
+    if not options.get("backend"):
+        call = by_registers(call, loss and per == "token")
     needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
     price = loss_price(call, needs) if loss else stats_price(call, needs)
     sparse = sparse_of(call, price)

@@ -221,6 +221,10 @@ class Backend(ABC):
             demand["converted"] -= sum(w.shape[1] for w, _ in made)
         return demand, held
 
+    def adds_up(self, call: Call) -> bool:
+        """Whether it computes a call's values in registers, by what is compiled for all calls at once."""
+        return False
+
     def prepared(self, chunk: Chunk) -> object:
         """What all steps of a chunk share, made before its labels are known to exist; the label's logit may change."""
         return None
@@ -309,12 +313,13 @@ class Scratch:
 
 @dataclass
 class Tile:
-    """A slice of logits, (C, S), the policy's and the reference's; or weights relative to `m`."""
+    """A slice of logits, (C, S), the policy's and the reference's; or weights relative to `m`, if need be `late`."""
 
     v: slice
     z: Tensor
     z_ref: Tensor | None = None
     m: Tensor | None = None  # where set, z holds e^(z-m)
+    late: bool = False  # where true, logits still, of which `weigh_late` makes these
     raw: bool = False  # the slice holds the heads' bare products, without scale, bias, softcap and temperature
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper, price_of
 from ...algebra.stats import looks_twice, sums_of
-from ..backends.base import rounds_weights
+from ..backends.base import p_alone, rounds_weights
 from ..backends.load import load
+from ..call import compiled_support
 from ..call.call import Call, Needs
-from ..call.validate import check_sparse
+from ..call.choice import WORTH_REGISTERS
+from ..call.validate import check_sparse, compilable
 from ..head.sparse import SparseBackward
 from ..ranks.agreement import layout_of
 
@@ -39,6 +41,22 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
+
+
+def by_registers(call: Call, formed: bool) -> Call:
+    """The call of a caller who names no backend, by `compiled` where all it needs is one small library.
+
+    That is one for values, or with a gradient that is `formed` with them and of p alone, whose logits are added up in
+    registers: it pays for far fewer of them than what Inductor has to compile.
+    """
+    hidden, needs = call.inputs.hidden, Needs.of(call.inputs)
+    if call.options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
+        return call
+    alone = call.sampling_mask is None and call.reference_rows is None and call.options.sparse is None
+    if not alone or (needs.any and not (formed and p_alone(call))) or compiled_support.why_not(hidden.device):
+        return call
+    found = replace(call, options=replace(call.options, backend="compiled"))
+    return found if load("compiled").adds_up(found) else call
 
 
 def slices_for(

@@ -8,7 +8,7 @@ import torch
 
 import logitless as ll
 from logitless.errors import BackendError
-from logitless.vocab.backends.compiled import kernels
+from logitless.vocab.backends.compiled import kernels, stream
 from logitless.vocab.backends.eager.formulas import without_maximum
 from logitless.vocab.call import choice, compiled_support, validate
 from tests.support import forked
@@ -32,8 +32,9 @@ def problem(n=13, v=257):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """No function is known yet."""
+    """No function is known yet, and every call makes slices."""
     known = {}
+    monkeypatch.setattr(stream, "takes", lambda call, kept=False: False)
     monkeypatch.setattr(kernels, "_compiled", known)
     return known
 

@@ -12,6 +12,7 @@ import logitless as ll
 from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import library, stream
 from logitless.vocab.call import compiled_support
+from logitless.vocab.passes import price
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, compare, compare_loss, operands
@@ -36,7 +37,9 @@ def streamed(monkeypatch):
     monkeypatch.setattr(stream, "is_intel", lambda: False)
     monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(stream, "FEW", 1)
-    monkeypatch.setattr(stream, "accumulate", lambda chunk: chunks.append(chunk.n_tokens) or accumulate(chunk))
+    monkeypatch.setattr(
+        stream, "accumulate", lambda chunk, *keep: chunks.append(chunk.n_tokens) or accumulate(chunk, *keep)
+    )
     return chunks
 
 
@@ -374,3 +377,46 @@ def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streame
         found[kind] = values(ops)
     for name, x in found["AVX2"].items():
         assert torch.equal(x, found[PROCESSOR][name]), name
+
+
+KINDS = {
+    "values": ({}, ("logprob", "entropy"), False, True),
+    "KL": ({"reference": True}, ("logprob", "kl"), False, True),
+    "a cross-entropy": ({}, ("logprob", "mean_logit"), True, True),
+    "an entropy's gradient": ({}, ("logprob", "entropy"), True, False),  # Inductor's function
+    "a second look": ({"reference": True}, ("jsd",), False, False),
+}
+
+
+@pytest.mark.parametrize(("more", "want", "loss", "taken"), KINDS.values(), ids=KINDS)
+def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(more, want, loss, taken, streamed, monkeypatch):
+    ops = problem(40, 8, 1031, **more).training(*["hidden", "weight"] * loss)
+    given = {"want": want, "reference": ops.reference}
+
+    def told(**options):
+        return ll.explain(ops.hidden, ops.head, ops.labels, loss=loss, **given, **options).backend
+
+    assert told() == "eager"
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 40 * 1031)
+    assert told() == ("compiled" if taken else "eager")
+    assert told(backend="eager") == "eager"
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 40 * 1031 + 1)
+    assert told() == "eager"
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
+    if loss:
+        ll.token_loss(lambda stats: -stats.logprob, ops.hidden, ops.head, ops.labels, **given).backward()
+    else:
+        ll.token_stats(ops.hidden, ops.head, ops.labels, **given)
+    assert streamed == [40] * taken
+
+
+def test_no_graph_of_statistics_takes_it_unasked(streamed, monkeypatch):
+    """Their backward makes logits again."""
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
+    ops = problem(40).training("hidden")
+    ll.token_stats(ops.hidden, ops.head, ops.labels).logprob.sum().backward()
+    ll.token_loss(lambda stats: -stats.logprob, ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()
+    ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()
+    assert streamed == []
+    ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels).backward()
+    assert streamed == [40]

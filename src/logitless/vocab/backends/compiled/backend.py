@@ -154,9 +154,12 @@ class CompiledBackend(EagerBackend):
             streamed = stream.slices(call, n_tokens)
         return plain(call) if streamed is None else streamed
 
+    def adds_up(self, call: Call) -> bool:
+        return stream.takes(call)
+
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         if chunk.slices.in_products:
-            return stream.accumulate(chunk)
+            return stream.accumulate(chunk, keep)
         return super().accumulate_local(chunk, bases, keep)
 
     def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:

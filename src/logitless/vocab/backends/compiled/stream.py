@@ -102,8 +102,8 @@ def _best_bytes(top_k: int, threads: int) -> int:
     return threads * (8 * (top_k + waiting_entries(top_k)) + 8) + 12 * top_k if top_k else 0
 
 
-def accumulate(chunk: Chunk) -> Partial:
-    """`Backend.accumulate_local` of a chunk with slices of this module."""
+def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
+    """`Backend.accumulate_local` of a chunk with slices of this module; weights that are to stay are late."""
     found, n_tokens, take = library(), chunk.n_tokens, chunk.scratch.take
     assert found is not None
     width = -(-n_tokens // found.lanes()) * found.lanes()
@@ -124,6 +124,8 @@ def accumulate(chunk: Chunk) -> Partial:
     if found.accumulate(ctypes.byref(streamed), torch.get_num_threads()):
         raise MemoryError("no memory for a thread's rows of the head")
     state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
+    for tile in chunk.materialised if keep == "weights" else []:
+        tile.m, tile.late = state.m, True
     return Partial(state, lambda totals: {}, sums["zsum"][:, :n_tokens].sum(0) if chunk.sums_logits else None, topk)
 
 

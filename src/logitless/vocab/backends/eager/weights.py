@@ -31,6 +31,14 @@ def weigh(z: Tensor, level: Tensor) -> Tensor | None:
     return total if total.amax().item() < MOST else None
 
 
+def weigh_late(tile: Tile) -> Tensor:
+    """The weights of a tile that has them, made now where they are to be made late."""
+    if tile.late and tile.m is not None:
+        exp_(tile.z.sub_(tile.m[:, None]))
+        tile.late = False
+    return tile.z
+
+
 def holds_weights(chunk: Chunk) -> bool:
     """Whether `weights_grad` is for this chunk: where a CPU's operands are of the weights' dtype."""
     held = bool(chunk.materialised) and chunk.materialised[0].m is not None
@@ -49,6 +57,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     entries = [y for _, y in pairs]
     scaled = [None if y is None else f.tokens * scale for f, y in zip(factors, entries, strict=True)]
     for tile in chunk.materialised:
+        weigh_late(tile)
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
         if grads.bias is not None:
