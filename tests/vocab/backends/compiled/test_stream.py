@@ -294,7 +294,7 @@ def test_the_gradient_of_a_loss_is_the_oracles(n, budget, want, more, streamed):
     reference = bool({"kl", "jsd"} & set(want))
     ops = operands((n,), 37, 1031, dtype=torch.float32, reference=reference, **({"bias": False} | more))
     with put_back():
-        torch.set_num_threads(1)
+        torch.set_num_threads(3 if budget is None else 1)  # each has rows of the weight
         compare_loss(ops, want, backend="compiled", memory_budget=budget)
         compare_loss(ops.training("hidden", "weight"), want, backend="compiled", memory_budget=budget)
         told = ll.explain(
@@ -362,7 +362,7 @@ def test_another_process_loads_what_this_one_compiled(tmp_path, monkeypatch):
     program = "from logitless.vocab.backends.compiled.library import library; print(library().parts())"
     for compiler in ("g++", "g++"):
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert found.stdout.strip() == "16", compiler
+        assert found.stdout.strip() == "32", compiler
     (made,) = (tmp_path / "logitless").iterdir()
     assert made.suffix == ".so"
 

@@ -1,4 +1,7 @@
-"""Values whose logits are added up while they are in registers: none are stored. docs/decisions/0051"""
+"""A pass whose logits are added up while they are in registers, and stored for backward alone.
+
+docs/decisions/0051, 0052
+"""
 
 from __future__ import annotations
 
@@ -148,6 +151,7 @@ def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> H
         factor.tokens, factor.tokens_stride = held.address(tokens), tokens.stride(0)
         factor.entries, factor.entries_stride = held.address(entries), entries.stride(0)
         factor.size, factor.half = tokens.shape[1], entries.dtype == torch.bfloat16
+    held.append(factors)
     size = sum(factor.size for factor in factors)
     head = Head(factors, len(pairs), packed=chunk.scratch.take(name, (size, width)).data_ptr())
     if on.outer is not None:

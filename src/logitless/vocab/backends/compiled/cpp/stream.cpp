@@ -10,7 +10,9 @@
 #include "product.h"
 #include "sums.h"
 
-constexpr long PARTS = 16;  // of the vocabulary, each with sums of its own
+constexpr long PARTS = 32;   // of the vocabulary, each with sums of its own
+constexpr long TASKS = 4;    // a thread, where there are so many: the last ones end together
+constexpr long PANELS = 8;   // of tokens in a task, for which a part's entries are packed, where that leaves all threads one
 
 // One call: logits of `head`, and of `ref` if that has factors, for the same tokens and entries
 struct Call {
@@ -62,7 +64,7 @@ static void keep(const float* logits, long count, long tokens, long n_tokens, fl
     alignas(64) float z[WIDTH];
     const Vector masked = larger(mask, load(logits));
     if (lines) {
-      stream(kept, masked);
+      store_past_caches(kept, masked);
     } else {
       store(z, masked);
       std::copy_n(z, tokens, kept);
@@ -104,7 +106,8 @@ int accumulate(const Call* given, int threads) {
   const Call& call = *given;
   const long panels = (call.n_tokens + LANES - 1) / LANES, width = panels * LANES;
   const long part = ((call.vocab + PARTS - 1) / PARTS + ENTRIES - 1) / ENTRIES * ENTRIES;
-  const long groups = std::min(panels, (threads + PARTS - 1) / PARTS), group = (panels + groups - 1) / groups;
+  const long most = std::max((threads + PARTS - 1) / PARTS, panels / PANELS);
+  const long groups = std::min({panels, most, (TASKS * threads + PARTS - 1) / PARTS}), group = (panels + groups - 1) / groups;
   int failed = 0;
   clear(call.sums, PARTS * width);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
@@ -129,6 +132,7 @@ int accumulate(const Call* given, int threads) {
             add_tiles(call, own, v, count, p, sums, best);
         }
       }
+    _mm_sfence();  // what was stored past the caches is there for all threads
     if (best.k)
 #pragma omp for
       for (long n = 0; n < call.n_tokens; n++)
