@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from bench.harness import read_lines
-from bench.plot import by_case
 from docs.tables.grade import memory_ratio
 from docs.tables.pages import MARKED
 from docs.tables.shared import RESULTS

@@ -19,7 +19,7 @@ from ...call.call import Call
 from ...devices import is_intel
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Partial, Tile, sums_logits
+from ..base import Chunk, Partial, Tile
 from ..logits import Projection, multiplies_tiles
 from .kernels import is_plain
 from .library import REFERENCE_SUMS, Best, Factor, Head, Streamed, Sums, library
@@ -88,7 +88,7 @@ def _demand(call: Call) -> tuple[int, int, int]:
     if i.ref_hidden is not None:
         sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
     sums = sums_of(call.options.want)
-    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, sums_logits(call)))
+    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, "zsum" in sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     return own, each, found.lanes()
