@@ -52,7 +52,16 @@ def values(ops, want=WANT, **options):
     return {name: getattr(stats, name) for name in want}
 
 
-SIZES = [(1, 1, 1), (5, 3, 12), (13, 8, 257), (33, 65, 1031), (70, 517, 96), (100, 129, 97), (40, 1030, 2500)]
+SIZES = [
+    (1, 1, 1),
+    (5, 3, 12),
+    (13, 8, 257),
+    (33, 65, 1031),
+    (70, 517, 96),
+    (100, 129, 97),
+    (40, 1030, 2500),
+    (40, 12, 20_000),
+]  # the last has parts of several blocks
 
 
 @pytest.mark.parametrize(("n", "h", "v"), SIZES, ids=str)
@@ -110,7 +119,7 @@ def test_impossible_entries(own, others, streamed):
 @pytest.mark.parametrize("far", [0.0, 3.0, 200.0, -5e3])
 def test_a_kl_has_the_digits_that_slices_have(apart, far, streamed):
     """Of heads that are nearly the same one, or far from each other, whose logits differ by a large number, too."""
-    ops = problem(34, 16, 3000, bias=True, reference=True)
+    ops = problem(34, 16, 12_000, bias=True, reference=True)  # parts of several blocks
     ops.ref.hidden = ops.hidden + 0.0
     ops.ref.weight = ops.weight + apart * torch.randn_like(ops.weight)
     ops.ref.bias = ops.bias + far
@@ -194,7 +203,7 @@ def test_bf16_rows_are_read_as_they_are(streamed):
 
 
 def test_the_same_bits_for_any_number_of_threads_and_any_batch(streamed):
-    ops = problem(70, 40, 3000)
+    ops = problem(70, 40, 12_000)
     with put_back():
         torch.set_num_threads(1)
         alone = values(ops)

@@ -8,7 +8,6 @@
 
 // A logit with its entry as a number: the higher one of a better entry, of equal logits of the one that comes first
 static inline uint64_t key_of(float z, uint32_t entry) {
-  z += 0.f;  // -0 is 0
   uint32_t bits = 0x7fc00000;
   if (z == z) std::memcpy(&bits, &z, sizeof bits);
   bits = bits >> 31 ? ~bits : bits | 0x80000000u;
