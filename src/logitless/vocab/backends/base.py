@@ -384,9 +384,8 @@ class Chunk:
         # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
         sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
         top_k = best_entries(sums, options.top_k)
-        free = (
-            slices.in_products and i.hidden.device.type == "cpu"
-        )  # in registers, while the head's summed rows are read
+        # in a CPU's registers they cost nothing, while the sum of the head's rows reads these
+        free = slices.in_products and i.hidden.device.type == "cpu"
         summed = "zsum" in sums and (free or sums_logits(call))
         return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, summed)
 

@@ -49,14 +49,14 @@ def by_registers(call: Call, formed: bool) -> Call:
     That is one for values, or with a gradient that is `formed` with them and of p alone, whose logits are added up in
     registers: it pays for far fewer of them than what Inductor has to compile.
     """
-    hidden, needs = call.inputs.hidden, Needs.of(call.inputs)
+    hidden = call.inputs.hidden
     if call.options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
         return call
     alone = call.sampling_mask is None and call.reference_rows is None and call.options.sparse is None
-    if not alone or (needs.any and not (formed and p_alone(call))) or compiled_support.why_not(hidden.device):
+    at_once = not Needs.of(call.inputs).any or (formed and p_alone(call))
+    if not (alone and at_once) or compiled_support.why_not(hidden.device) or not load("compiled").adds_up(call):
         return call
-    found = replace(call, options=replace(call.options, backend="compiled"))
-    return found if load("compiled").adds_up(found) else call
+    return replace(call, options=replace(call.options, backend="compiled"))
 
 
 def slices_for(

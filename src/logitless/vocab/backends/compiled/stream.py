@@ -88,16 +88,16 @@ def _demand(call: Call) -> tuple[int, int, int]:
     if i.ref_hidden is not None:
         sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
     sums = sums_of(call.options.want)
-    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums, "zsum" in sums))
+    top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     return own, each, found.lanes()
 
 
-def _fields(sums: frozenset[str], sums_logits: bool) -> list[str]:
+def _fields(sums: frozenset[str]) -> list[str]:
     """What is added up of each token and part of the vocabulary."""
     ref = [name for name in REFERENCE_SUMS if name != "a_ref" or "qe" in sums] if "ref" in sums else []
-    return ["m", "rest", "peaks", *sorted(sums & {"t", "r", "above"}), *["zsum"] * sums_logits, *ref]
+    return ["m", "rest", "peaks", *sorted(sums & {"t", "r", "above", "zsum"}), *ref]
 
 
 def _best_bytes(top_k: int, threads: int) -> int:
@@ -111,7 +111,7 @@ def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
     assert found is not None
     width = -(-n_tokens // found.lanes()) * found.lanes()
     labels = None if chunk.inputs.labels is None else chunk.inputs.labels.long().contiguous()
-    names, held = _fields(chunk.sums, chunk.sums_logits), _Held()
+    names, held = _fields(chunk.sums), _Held()
     sums = dict(zip(names, take("sums", (len(names) * found.parts(), width)).view(len(names), -1, width), strict=True))
     streamed = Streamed(n_tokens=n_tokens, vocab=chunk.policy.head.rows, labels=held.address(labels))
     streamed.sums = Sums(**{name: x.data_ptr() for name, x in sums.items()})
@@ -129,7 +129,7 @@ def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
     state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
-    return Partial(state, lambda totals: {}, sums["zsum"][:, :n_tokens].sum(0) if chunk.sums_logits else None, topk)
+    return Partial(state, lambda totals: {}, sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None, topk)
 
 
 class _Held(list[object]):

@@ -40,9 +40,8 @@ struct Own {
   ~Own() { std::free(memory); }
 };
 
-static void find_best(const float* logits, long v, long count, long first, long n_tokens, Best& best) {
-  const long tokens = std::min(WIDTH, n_tokens - first);
-  if (tokens <= 0) return;
+// The best of `count` entries from v on of WIDTH tokens from `first` on, of which there are `tokens`
+static void find_best(const float* logits, long v, long count, long first, long tokens, Best& best) {
   const uint32_t there = (uint32_t(1) << tokens) - 1;
   Vector least = load(best.least + first);
   for (long i = 0; i < count; i++) {
@@ -77,21 +76,20 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
   make_logits(call.head, own.size, own.entries, count, panel, own.logits);
   if (ref) make_logits(call.ref, own.ref_size, own.ref_entries, count, panel, ref);
-  for (long j = 0; j < LANES; j += WIDTH) {
-    const long first = panel * LANES + j;
+  for (long j = 0; j < LANES && panel * LANES + j < call.n_tokens; j += WIDTH) {
+    const long first = panel * LANES + j, tokens = std::min(WIDTH, call.n_tokens - first);
     const Sums here = moved(sums, first);
     if (here.zsum) add_logits(own.logits + j, count, here.zsum);
-    if (best.k) find_best(own.logits + j, v, count, first, call.n_tokens, best);
+    if (best.k) find_best(own.logits + j, v, count, first, tokens, best);
     if (call.labels)
-      for (long n = first; n < std::min(first + WIDTH, call.n_tokens); n++)
+      for (long n = first; n < first + tokens; n++)
         if (v <= call.labels[n] && call.labels[n] < v + count) {
           const long at = (call.labels[n] - v) * LANES + n - panel * LANES;
           own.logits[at] = MASK;
           if (ref) ref[at] = MASK;
         }
-    const long tokens = std::min(WIDTH, call.n_tokens - first);
-    if (call.kept && tokens > 0) keep(own.logits + j, count, tokens, call.n_tokens, call.kept + v * call.n_tokens + first);
-    if (call.ref_kept && tokens > 0) keep(ref + j, count, tokens, call.n_tokens, call.ref_kept + v * call.n_tokens + first);
+    if (call.kept) keep(own.logits + j, count, tokens, call.n_tokens, call.kept + v * call.n_tokens + first);
+    if (call.ref_kept) keep(ref + j, count, tokens, call.n_tokens, call.ref_kept + v * call.n_tokens + first);
     add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here);
   }
 }
