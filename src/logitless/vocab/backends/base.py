@@ -221,8 +221,8 @@ class Backend(ABC):
             demand["converted"] -= sum(w.shape[1] for w, _ in made)
         return demand, held
 
-    def adds_up(self, call: Call) -> bool:
-        """Whether it computes a call's values in registers, by what is compiled for all calls at once."""
+    def adds_up(self, call: Call, price: Price) -> bool:
+        """Whether all that a call pays for is added up in registers, or made of what was, by one small library."""
         return False
 
     def prepared(self, chunk: Chunk) -> object:

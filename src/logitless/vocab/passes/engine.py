@@ -345,12 +345,13 @@ def _evaluate_chunks(
     """`loss_gradients` of chunks, whose whole rows stay until their gradient is formed, where one is."""
     keep = None if not run.price.materialised else "weights" if p_alone(run.call) else "logits"
     for rows, chunk in chunks:
-        found = run.accumulate(chunk, keep=keep)
+        found = run.accumulate(chunk, run.price.bases, keep)
         part = read(run.call, chunk, found)
         g = evaluate(rows, part)
         if run.price.method == "in-forward":
             grads = total.chunk(chunk.n_tokens)
-            run.add_gradient(chunk, found.totals, one_hots(run.call, found, part), g, grads)
+            products = found.products if run.price.bases else None
+            run.add_gradient(chunk, found.totals, one_hots(run.call, found, part), g, grads, products)
             total.put(rows, grads)
         run.put(stat_grads, rows, g)
 

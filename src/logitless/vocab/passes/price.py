@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper, price_of
-from ...algebra.stats import looks_twice, sums_of
-from ..backends.base import p_alone, rounds_weights
+from ...algebra.stats import bases_of, looks_twice, sums_of
+from ..backends.base import rounds_weights
 from ..backends.load import load
 from ..call import compiled_support
 from ..call.call import Call, Needs
@@ -29,7 +29,7 @@ def loss_price(call: Call, needs: Needs) -> Price:
 def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
     # the adapters' gradients need the logits' gradient at all entries, as a bias does
     everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
-    return price_of(
+    price = price_of(
         call.options.want,
         hidden_grad=needs.hidden,
         weight_grad=needs.weight,
@@ -41,22 +41,28 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
+    frozen = not (needs.weight or everywhere) and call.options.sparse is None
+    if price.method == "in-forward" and frozen and bases_of(call.options.want) == {"p"}:
+        streamed = replace(price, bases=("p",), materialised=False)
+        return streamed if load(call.options.backend).adds_up(call, streamed) else price
+    return price
 
 
 def by_registers(call: Call, formed: bool) -> Call:
     """The call of a caller who names no backend, by `compiled` where all it needs is one small library.
 
-    That is one for values, or with a gradient that is `formed` with them and of p alone, whose logits are added up in
-    registers: it pays for far fewer of them than what Inductor has to compile.
+    That is one whose logits are added up in registers, and made once: it pays for far fewer of them than what Inductor
+    has to compile. formed: whether a gradient is formed in the forward pass.
     """
     hidden = call.inputs.hidden
     if call.options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
         return call
     alone = call.sampling_mask is None and call.reference_rows is None and call.options.sparse is None
-    at_once = not Needs.of(call.inputs).any or (formed and p_alone(call))
-    if not (alone and at_once) or compiled_support.why_not(hidden.device) or not load("compiled").adds_up(call):
+    if not alone or compiled_support.why_not(hidden.device):
         return call
-    return replace(call, options=replace(call.options, backend="compiled"))
+    compiled = replace(call, options=replace(call.options, backend="compiled"))
+    price = (loss_price if formed else stats_price)(compiled, Needs.of(call.inputs))
+    return compiled if load("compiled").adds_up(call, price) else call
 
 
 def slices_for(

@@ -38,7 +38,7 @@ def streamed(monkeypatch):
     monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(stream, "FEW", 1)
     monkeypatch.setattr(
-        stream, "accumulate", lambda chunk, *keep: chunks.append(chunk.n_tokens) or accumulate(chunk, *keep)
+        stream, "accumulate", lambda chunk, *how: chunks.append(chunk.n_tokens) or accumulate(chunk, *how)
     )
     return chunks
 
@@ -348,6 +348,93 @@ def test_a_loss_keeps_to_its_budget(streamed):
     assert told.slices.tokens * 30_000 * 4 < 10_000_000
 
 
+FROZEN = {
+    "a log-prob's": (("logprob",), ("logprob", "rank", "self_certainty")),
+    "of p": (("logprob", "logsumexp"), ("logsumexp", "mean_logit", "max_logit")),
+    "an entropy's": (("logprob", "entropy"), ("entropy", "self_certainty", "rank")),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.3, 3.0, 70)], ids=["1", "tensor"])
+@pytest.mark.parametrize("more", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("wants", FROZEN.values(), ids=FROZEN)
+def test_the_gradient_through_a_frozen_head_is_the_oracles(wants, more, temperature, streamed):
+    """Its products with the weights add up beside the sums."""
+    tokens = "hidden", "a"  # an adapter's first factor has a gradient by token, too
+    for want, v in zip(wants, (1031, 9000), strict=True):  # parts of several blocks
+        ops = problem(70, 37, v, scale=0.8, vocab_size=v - 11, **more).training(*tokens)
+        ops.labels[[3, 40]] = -100
+        compare(ops, want, backend="compiled", temperature=temperature)
+    assert streamed[0] == 68
+
+
+@pytest.mark.parametrize(("n", "h", "v"), SIZES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_size_of_a_frozen_head_is_the_oracle(n, h, v, threads, streamed):
+    with put_back():
+        torch.set_num_threads(threads)
+        compare(problem(n, h, v).training("hidden"), ("logprob", "entropy", "rank"), backend="compiled")
+        compare_loss(problem(n, h, v).training("hidden"), ("logprob", "self_certainty"), backend="compiled")
+    assert streamed == [n, n]
+
+
+@pytest.mark.parametrize("budget", [None, 1_400_000, 900_000])
+def test_a_loss_of_a_frozen_head_keeps_no_logits(budget, streamed, monkeypatch):
+    accumulate, buffers = stream.accumulate, []
+    monkeypatch.setattr(
+        stream, "accumulate", lambda chunk, *how: buffers.append(chunk.scratch.buffers) or accumulate(chunk, *how)
+    )
+    ops = problem(200, 16, 30_000, bias=True).training("hidden")
+    ops.labels[5] = -100
+    exact, given = ops.to(torch.float64), {"backend": "compiled", "memory_budget": budget}
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, **given, **options)
+        expected = ll.linear_cross_entropy(exact.hidden, exact.head, exact.labels, backend="eager", **options)
+        torch.testing.assert_close(loss.double(), expected)
+        (got,), (right,) = torch.autograd.grad(loss, [ops.hidden]), torch.autograd.grad(expected, [exact.hidden])
+        assert_near_in_norm(got, right, 2e-6, str(options))
+    assert sum(streamed) == 2 * 199
+    told = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, **given)
+    assert told.price.gemms == 2
+    assert "no memory holds" in str(told)
+    held = max(sum(x.nbytes for x in found.values()) for found in buffers)
+    assert held <= told.buffer_bytes <= min(budget or 1 << 28, 200 * 30_000 * 4 / 10)
+
+
+@pytest.mark.parametrize("sure", [20.0, 1e4])
+def test_a_frozen_heads_products_follow_a_rising_maximum(sure, streamed):
+    """Logits that rise from block to block, so that what was added up before has to be moved each time."""
+    ops = problem(40, 8, 20_000).training("hidden")
+    ops.weight[:] = torch.linspace(-sure, sure, 20_000)[:, None] * torch.tensor([1.0] + 7 * [0.0])
+    ops.weight[:, 1:] = torch.randn(20_000, 7)
+    ops.hidden.data[:, 0] = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    exact = ops.to(torch.float64)
+    up = torch.randn(40, 2)
+
+    def gradient(of, backend):
+        found = ll.token_stats(of.hidden, of.head, of.labels, want=("logprob", "entropy"), backend=backend)
+        sum_of = (torch.stack([found.logprob, found.entropy], -1) * up).sum()
+        return torch.autograd.grad(sum_of, [of.hidden])[0].double()
+
+    expected, sliced, got = gradient(exact, "eager"), gradient(ops, "eager"), gradient(ops, "compiled")
+    floor = 2e-6 * expected.abs().max()
+    assert (got - expected).abs().max() <= 2 * (sliced - expected).abs().max() + floor
+    assert streamed == [40]
+
+
+def test_a_frozen_heads_gradient_has_the_same_bits_for_any_number_of_threads(streamed):
+    ops, found = problem(300, 40, 20_000).training("hidden"), []
+    with put_back():
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "entropy"), backend="compiled")
+            (gradient,) = torch.autograd.grad((stats.logprob + stats.entropy).sum(), [ops.hidden])
+            found.append(gradient)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert streamed == [300] * 3
+
+
 def test_statistics_with_a_graph_make_slices(streamed):
     """Whose backward makes them again, with the same last bits."""
     compare(problem().training("hidden", "weight"), ("logprob", "entropy"), backend="compiled")
@@ -388,18 +475,25 @@ def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streame
         assert torch.equal(x, found[PROCESSOR][name]), name
 
 
+ALL = "hidden", "weight"
 KINDS = {
-    "values": ({}, ("logprob", "entropy"), False, True),
-    "KL": ({"reference": True}, ("logprob", "kl"), False, True),
-    "a cross-entropy": ({}, ("logprob", "mean_logit"), True, True),
-    "an entropy's gradient": ({}, ("logprob", "entropy"), True, False),  # Inductor's function
-    "a second look": ({"reference": True}, ("jsd",), False, False),
+    "values": ({}, ("logprob", "entropy"), False, (), True),
+    "KL": ({"reference": True}, ("logprob", "kl"), False, (), True),
+    "a cross-entropy": ({}, ("logprob", "mean_logit"), True, ALL, True),
+    "an entropy's gradient": ({}, ("logprob", "entropy"), True, ALL, False),  # Inductor's function
+    "a second look": ({"reference": True}, ("jsd",), False, (), False),
+    "a graph": ({}, ("logprob",), False, ALL, False),  # whose backward makes logits again
+    "a graph of a frozen head": ({}, ("logprob", "entropy"), False, ("hidden",), True),
+    "a frozen head's KL": ({"reference": True}, ("kl",), False, ("hidden",), False),
+    "a loss of a frozen head": ({}, ("logprob", "mean_logit"), True, ("hidden",), True),
 }
 
 
-@pytest.mark.parametrize(("more", "want", "loss", "taken"), KINDS.values(), ids=KINDS)
-def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(more, want, loss, taken, streamed, monkeypatch):
-    ops = problem(40, 8, 1031, **more).training(*["hidden", "weight"] * loss)
+@pytest.mark.parametrize(("more", "want", "loss", "trained", "taken"), KINDS.values(), ids=KINDS)
+def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(
+    more, want, loss, trained, taken, streamed, monkeypatch
+):
+    ops = problem(40, 8, 1031, **more).training(*trained)
     given = {"want": want, "reference": ops.reference}
 
     def told(**options):
@@ -419,10 +513,9 @@ def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(more, want, 
     assert streamed == [40] * taken
 
 
-def test_no_graph_of_statistics_takes_it_unasked(streamed, monkeypatch):
-    """Their backward makes logits again."""
+def test_no_graph_of_statistics_that_makes_logits_again_takes_it_unasked(streamed, monkeypatch):
     monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
-    ops = problem(40).training("hidden")
+    ops = problem(40).training("hidden", "weight")
     ll.token_stats(ops.hidden, ops.head, ops.labels).logprob.sum().backward()
     ll.token_loss(lambda stats: -stats.logprob, ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()
     ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()

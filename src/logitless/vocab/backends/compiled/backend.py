@@ -13,7 +13,7 @@ from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
-from ..base import Chunk, Partial, SliceMass, Tile, lies_in_columns
+from ..base import Chunk, Partial, SliceMass, Tile, lies_in_columns, p_alone
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
@@ -22,6 +22,7 @@ from .kernels import Tensors
 
 MIXED = {"jsd", "kl_mixture", "reverse_kl_mixture", "excess"}  # sums that β is part of
 AT_ONCE = ("values", "one-hot", "in-forward")  # prices at which no logit is made again, whose last bits would be others
+SUMMED = ("values", "one-hot", "basis")  # those whose backward has no need of logits
 READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the totals, after the accumulation
 
 
@@ -150,16 +151,17 @@ class CompiledBackend(EagerBackend):
         streamed = None
         if price.materialised and price.method in AT_ONCE:
             streamed = stream.slices_kept(call, plain)
-        elif how.get("summed"):
-            streamed = stream.slices(call, n_tokens)
+        elif how.get("summed") or (price.bases and not price.materialised):
+            streamed = stream.slices(call, n_tokens, price.bases)
         return plain(call) if streamed is None else streamed
 
-    def adds_up(self, call: Call) -> bool:
-        return stream.takes(call)
+    def adds_up(self, call: Call, price: Price) -> bool:
+        formed = price.method == "in-forward" and (price.bases or p_alone(call))
+        return bool(formed or price.method in SUMMED) and stream.takes(call, price.bases)
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         if chunk.slices.in_products:
-            return stream.accumulate(chunk, keep)
+            return stream.accumulate(chunk, bases, keep)
         return super().accumulate_local(chunk, bases, keep)
 
     def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:

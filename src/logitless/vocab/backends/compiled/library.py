@@ -70,8 +70,9 @@ def _compiled(command: list[str]) -> Path:
 def _load(place: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(place))
     found.accumulate.argtypes = [ctypes.POINTER(Streamed), ctypes.c_int]
-    for size in (found.lanes, found.parts, found.entries):
+    for size in (found.lanes, found.parts, found.entries, found.rows):
         size.restype = ctypes.c_long
+    found.place = place
     return found
 
 
@@ -112,6 +113,12 @@ class Sums(ctypes.Structure):
     _fields_ = tuple((name, _address) for name in SUMS + REFERENCE_SUMS)
 
 
+class Products(ctypes.Structure):
+    """As in cpp/products.h."""
+
+    _fields_ = (("p", _address), ("plogp", _address), ("width", _number))
+
+
 class Best(ctypes.Structure):
     """As in cpp/best.h."""
 
@@ -126,9 +133,11 @@ class Streamed(ctypes.Structure):
         ("ref", Head),
         ("n_tokens", _number),
         ("vocab", _number),
+        ("parts", _number),
         ("labels", _address),
         ("label", _address),
         ("sums", Sums),
+        ("products", Products),
         ("best", Best),
         ("kept", _address),
         ("ref_kept", _address),

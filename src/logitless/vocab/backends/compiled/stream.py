@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,23 +20,29 @@ from ...call.call import Call
 from ...devices import is_intel
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Partial, Tile
+from ..base import Chunk, Partial, Tile, normalised
+from ..eager.formulas import Moves
 from ..logits import Projection, multiplies_tiles
+from . import measured
 from .kernels import is_plain
-from .library import REFERENCE_SUMS, Best, Factor, Head, Streamed, Sums, library
+from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
+MULTIPLIED = frozenset({"p", "plogp"})  # bases of the gradient whose products with a frozen head it adds up
 AFTERWARDS = frozenset(SECOND_LOOK)  # those of logits that stay
 FEW = 32  # tokens, of fewer a product in slices takes as long
 BESIDE = 3  # numbers a token: its label's logit, and both heads' outer factors
 
 
-def takes(call: Call, kept: bool = False) -> bool:
-    """Whether it computes a call's values, of heads whose rows are fp32 or bf16; kept: where their logits stay.
+def takes(call: Call, bases: tuple[str, ...] = (), kept: bool = False) -> bool:
+    """Whether it computes a call's values, of heads whose rows are fp32 or bf16.
 
-    Not on Intel's processors, where nobody has compared it with their own library of products.
+    bases: those whose products with a frozen head it is to add up; kept: whether logits stay, for a second look, too.
+    On a processor of Intel, whose own library torch multiplies by, only where it was measured to be faster.
     """
     i, sums = call.inputs, sums_of(call.options.want)
+    if not MULTIPLIED.issuperset(bases):
+        return False
     if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
         return False
     if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= (FOUND | AFTERWARDS if kept else FOUND):
@@ -43,7 +50,9 @@ def takes(call: Call, kept: bool = False) -> bool:
     heads = [(call.head, i.hidden, i.lora_b)]
     if call.reference is not None and i.ref_hidden is not None:
         heads.append((call.reference, i.ref_hidden, i.ref_lora_b))
-    return all(_multiplies(call, *given) for given in heads) and not is_intel() and library() is not None
+    if not all(_multiplies(call, *given) for given in heads) or library() is None:
+        return False
+    return not is_intel() or measured.is_faster()
 
 
 def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
@@ -56,16 +65,19 @@ def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None)
     return wide and cast == head.weight.dtype and is_plain(hidden) and not multiplies_tiles(hidden, cast, call.compute)
 
 
-def slices(call: Call, n_tokens: int) -> Slices | None:
-    """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens."""
-    if not takes(call):
+def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | None:
+    """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens.
+
+    bases: as `accumulate` takes them.
+    """
+    if not takes(call, bases):
         return None
-    own, each, lanes = _demand(call)
+    own, each, lanes = _demand(call, len(bases))
     most = min(STREAM_TOKENS["cpu"], (call.budget - own) // each // lanes * lanes)
     if most < lanes:
         return None
     tokens = even_blocks(n_tokens, most, lanes)
-    return Slices(tokens, call.head.rows, own + -(-tokens // lanes) * lanes * each, in_products=True)
+    return Slices(tokens, call.head.rows, own + _rounded(tokens, lanes) * each, in_products=True)
 
 
 def slices_kept(call: Call, slices_in: Callable[[Call], Slices]) -> Slices | None:
@@ -74,15 +86,18 @@ def slices_kept(call: Call, slices_in: Callable[[Call], Slices]) -> Slices | Non
         return None
     own, each, lanes = _demand(call)
     tokens = slices_in(call).tokens
-    beside = own + -(-tokens // lanes) * lanes * each
+    beside = own + _rounded(tokens, lanes) * each
     if tokens < lanes or beside >= call.budget:
         return None
     found = slices_in(replace(call, options=replace(call.options, memory_budget=call.budget - beside)))
     return replace(found, nbytes=found.nbytes + beside, in_products=True, stored=True)
 
 
-def _demand(call: Call) -> tuple[int, int, int]:
-    """Bytes of all threads, and of a token, beside logits that stay; and how many tokens are computed together."""
+def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
+    """Bytes of all threads, and of a token, beside logits that stay; and how many tokens are computed together.
+
+    bases: how many have products, which take room for as many tokens as a chunk has at most: see `_parts`.
+    """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
     sizes = [i.width + 1]  # of a bias, too
     if i.ref_hidden is not None:
@@ -90,8 +105,25 @@ def _demand(call: Call) -> tuple[int, int, int]:
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
+    if bases:
+        rows = _rounded(i.width, found.rows())
+        most = STREAM_TOKENS["cpu"] + found.lanes()
+        own += number * rows * (threads * found.entries() + 2 * bases * most)  # twice: in panels, and in rows
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     return own, each, found.lanes()
+
+
+def _parts(width: int, bases: tuple[str, ...]) -> int:
+    """How many parts of the vocabulary have sums of their own: with products so many that all have room for a chunk.
+
+    They do not depend on the threads, which add up numbers in the same order however many there are.
+    """
+    most = library().parts()
+    return min(most, 1 << max(1, STREAM_TOKENS["cpu"] // width).bit_length() - 1) if bases else most
+
+
+def _rounded(n: int, block: int) -> int:
+    return -(-n // block) * block
 
 
 def _fields(sums: frozenset[str]) -> list[str]:
@@ -105,15 +137,16 @@ def _best_bytes(top_k: int, threads: int) -> int:
     return threads * (8 * (top_k + waiting_entries(top_k)) + 8) + 12 * top_k if top_k else 0
 
 
-def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
+def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
     """`Backend.accumulate_local` of a chunk with slices of this module; weights that are to stay are late."""
     found, n_tokens, take = library(), chunk.n_tokens, chunk.scratch.take
     assert found is not None
-    width = -(-n_tokens // found.lanes()) * found.lanes()
+    width = _rounded(n_tokens, found.lanes())
+    parts = _parts(width, bases)
     labels = None if chunk.inputs.labels is None else chunk.inputs.labels.long().contiguous()
     names, held = _fields(chunk.sums), _Held()
-    sums = dict(zip(names, take("sums", (len(names) * found.parts(), width)).view(len(names), -1, width), strict=True))
-    streamed = Streamed(n_tokens=n_tokens, vocab=chunk.policy.head.rows, labels=held.address(labels))
+    sums = dict(zip(names, take("sums", (len(names) * parts, width)).view(len(names), parts, width), strict=True))
+    streamed = Streamed(n_tokens=n_tokens, vocab=chunk.policy.head.rows, parts=parts, labels=held.address(labels))
     streamed.sums = Sums(**{name: x.data_ptr() for name, x in sums.items()})
     streamed.head = _head(chunk.policy, "tokens", chunk, width, held)
     if chunk.reference is not None and "ref" in chunk.sums:
@@ -121,6 +154,7 @@ def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
     if "above" in chunk.sums:
         assert chunk.label_logit is not None
         streamed.label = held.address(_of_lanes(chunk.label_logit, take("label", (1, width))))
+    products = _multiply(streamed, chunk, bases, parts * width) if bases else {}
     if chunk.slices.stored:
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
@@ -129,7 +163,10 @@ def accumulate(chunk: Chunk, keep: str | None = None) -> Partial:
     state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
-    return Partial(state, lambda totals: {}, sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None, topk)
+    if bases:
+        products = _of_parts(products, sums["m"], parts, chunk)
+    zsum = sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None
+    return Partial(state, partial(normalised, products, state), zsum, topk)
 
 
 class _Held(list[object]):
@@ -186,6 +223,26 @@ def _find_best(streamed: Streamed, chunk: Chunk, width: int, held: _Held) -> tup
     ids = torch.empty_like(logits, dtype=torch.int64)
     streamed.best_logits, streamed.best_entries = held.address(logits), held.address(ids)
     return logits, ids
+
+
+def _multiply(streamed: Streamed, chunk: Chunk, bases: tuple[str, ...], width: int) -> dict[str, Tensor]:
+    """Where the bases' products of all parts will be, in panels of tokens: (panels, rows, lanes)."""
+    found = library()
+    rows = _rounded(chunk.inputs.width, found.rows())
+    shape = width // found.lanes(), rows * found.lanes()
+    out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
+    streamed.products = Products(width=chunk.inputs.width, **{basis: x.data_ptr() for basis, x in out.items()})
+    return out
+
+
+def _of_parts(products: dict[str, Tensor], m: Tensor, parts: int, chunk: Chunk) -> dict[str, Tensor]:
+    """The products of a chunk's tokens, (C, H + R), of those of each part of the vocabulary and its maxima m."""
+    rows = {basis: x.transpose(1, 2).reshape(m.numel(), -1) for basis, x in products.items()}
+    step = (m - m.amax(0)).view(-1)
+    Moves(torch.exp(step), step).apply(rows, infinite=False)
+    return {
+        basis: x.view(parts, m.shape[1], -1).sum(0)[: chunk.n_tokens, : chunk.inputs.width] for basis, x in rows.items()
+    }
 
 
 def _keep(chunk: Chunk) -> tuple[int, int | None]:

@@ -10,7 +10,7 @@
 #include "product.h"
 #include "sums.h"
 
-constexpr long PARTS = 32;   // of the vocabulary, each with sums of its own
+constexpr long PARTS = 32;   // of the vocabulary, at most
 constexpr long TASKS = 4;    // a thread, where there are so many: the last ones end together
 constexpr long PANELS = 8;   // of tokens in a task, for which a part's entries are packed, where that leaves all threads one
 
@@ -18,25 +18,34 @@ constexpr long PANELS = 8;   // of tokens in a task, for which a part's entries 
 struct Call {
   Head head, ref;
   int64_t n_tokens, vocab;
+  int64_t parts;          // of the vocabulary, each with sums of its own
   const int64_t* labels;  // a number a token, whose logit is left out of the sums; or null
   const float* label;     // a token's logit, above which entries are counted; room for all LANES; or null
-  Sums sums;              // [PARTS][tokens rounded up to LANES] each
+  Sums sums;              // [parts][tokens rounded up to LANES] each
+  Products products;      // of `head`, [parts][panels] each; of no call whose logits are kept
   Best best;              // of the first thread; those of others lie behind. k is 0 where none are wanted
   float *kept, *ref_kept;  // [vocab][tokens], which get both heads' logits, MASK for what the sums leave out; or null
   float* best_logits;     // [tokens][k]
   int64_t* best_entries;  // [tokens][k]
 };
 
+static long panels_of(const Call& call) { return (call.n_tokens + LANES - 1) / LANES; }
+
 static float* room(long numbers) {
   return static_cast<float*>(std::aligned_alloc(64, (numbers * sizeof(float) + 63) / 64 * 64));
 }
 
-// A thread's rows of both heads, packed, and a tile of logits of each
+// A thread's rows of both heads, packed, and a tile of logits of each; for products the rows packed the other way round
 struct Own {
-  long size, ref_size;
-  float* memory = room(ENTRIES * (2 * LANES + size + ref_size));
+  long size, ref_size, rows;
+  long numbers = ENTRIES * (2 * LANES + size + ref_size + rows) + 2 * LANES;
+  float* memory = room(numbers);
   float *logits = memory, *ref_logits = logits + ENTRIES * LANES;
   float *entries = ref_logits + ENTRIES * LANES, *ref_entries = entries + ENTRIES * size;
+  float *transposed = ref_entries + ENTRIES * ref_size, *moves = transposed + ENTRIES * rows;
+  Own(long size, long ref_size, long rows) : size(size), ref_size(ref_size), rows(rows) {
+    if (memory) std::fill_n(memory, numbers, 0.f);
+  }
   ~Own() { std::free(memory); }
 };
 
@@ -71,9 +80,14 @@ static void keep(const float* logits, long count, long tokens, long n_tokens, fl
   }
 }
 
-// Adds the tiles of one panel of tokens and `count` entries from v on
-static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, Best& best) {
+// Adds the tiles of one panel of tokens and `count` entries from v on, in a part of the vocabulary
+static void add_tiles(const Call& call, const Own& own, long part, long v, long count, long panel, const Sums& sums, Best& best) {
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
+  Weights weights{};
+  if (own.rows) {  // over the logits, which have been read by then
+    weights = {own.logits, call.products.plogp ? own.ref_logits : nullptr, own.moves, own.moves + LANES, nullptr};
+    if (call.head.outer) weights.outer = call.head.outer + panel * LANES;
+  }
   make_logits(call.head, own.size, own.entries, count, panel, own.logits);
   if (ref) make_logits(call.ref, own.ref_size, own.ref_entries, count, panel, ref);
   for (long j = 0; j < LANES && panel * LANES + j < call.n_tokens; j += WIDTH) {
@@ -90,34 +104,43 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
         }
     if (call.kept) keep(own.logits + j, count, tokens, call.n_tokens, call.kept + v * call.n_tokens + first);
     if (call.ref_kept) keep(ref + j, count, tokens, call.n_tokens, call.ref_kept + v * call.n_tokens + first);
-    add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here);
+    add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here, weights.of(j));
   }
+  if (!own.rows) return;
+  const long at = (part * panels_of(call) + panel) * own.rows * LANES;
+  float *p = call.products.p + at, *plogp = weights.plogp ? call.products.plogp + at : nullptr;
+  move_products(weights, own.rows, p, plogp);
+  add_products(own.transposed, weights.p, count, own.rows, p);
+  if (plogp) add_products(own.transposed, weights.plogp, count, own.rows, plogp);
 }
 
 extern "C" {
 long lanes() { return LANES; }
 long parts() { return PARTS; }
 long entries() { return ENTRIES; }
+long rows() { return ROWS; }
 
 // Returns 0, or 1 where there is no memory.
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;
-  const long panels = (call.n_tokens + LANES - 1) / LANES, width = panels * LANES;
-  const long part = ((call.vocab + PARTS - 1) / PARTS + ENTRIES - 1) / ENTRIES * ENTRIES;
-  const long most = std::max((threads + PARTS - 1) / PARTS, panels / PANELS);
-  const long groups = std::min({panels, most, (TASKS * threads + PARTS - 1) / PARTS}), group = (panels + groups - 1) / groups;
+  const long parts = call.parts, panels = panels_of(call), width = panels * LANES, rows = call.products.rows();
+  const long part = ((call.vocab + parts - 1) / parts + ENTRIES - 1) / ENTRIES * ENTRIES;
+  const long most = std::max((threads + parts - 1) / parts, panels / PANELS);
+  const long groups = std::min({panels, most, (TASKS * threads + parts - 1) / parts}), group = (panels + groups - 1) / groups;
   int failed = 0;
-  clear(call.sums, PARTS * width);
+  clear(call.sums, parts * width);
+  for (float* sums : {call.products.p, call.products.plogp})
+    if (sums) std::fill_n(sums, parts * width * rows, 0.f);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
-    const Own own{call.head.size(), call.ref.size()};
+    const Own own{call.head.size(), call.ref.size(), rows};
     failed |= own.memory == nullptr;
     Best best = call.best;
     if (best.k) best = best.of_thread(omp_get_thread_num(), width);
     pack_tokens(call.head, own.size, call.n_tokens);
     pack_tokens(call.ref, own.ref_size, call.n_tokens);
 #pragma omp for collapse(2) schedule(monotonic : dynamic)
-    for (long i = 0; i < PARTS; i++)
+    for (long i = 0; i < parts; i++)
       for (long g = 0; g < groups; g++) {
         if (own.memory == nullptr) continue;
         const Sums sums = moved(call.sums, i * width);
@@ -126,8 +149,9 @@ int accumulate(const Call* given, int threads) {
           const long count = std::min(ENTRIES, end - v);
           pack_entries(call.head, own.size, v, count, own.entries);
           pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
+          pack_numbers(call.head, call.products.width, v, count, own.transposed);
           for (long p = g * group; p < std::min(panels, (g + 1) * group); p++)
-            add_tiles(call, own, v, count, p, sums, best);
+            add_tiles(call, own, i, v, count, p, sums, best);
         }
       }
     _mm_sfence();  // what was stored past the caches is there for all threads
@@ -136,7 +160,7 @@ int accumulate(const Call* given, int threads) {
       for (long n = 0; n < call.n_tokens; n++)
         call.best.of_all(omp_get_num_threads(), width, n, call.best_logits + n * best.k, call.best_entries + n * best.k);
   }
-  count_maximum(call.sums, PARTS * width);
+  count_maximum(call.sums, parts * width);
   return failed;
 }
 }

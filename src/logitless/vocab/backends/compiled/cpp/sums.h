@@ -1,6 +1,6 @@
 // What each token's logits add up to, as algebra/online_softmax.py defines it, with a tile of them more.
 #pragma once
-#include "product.h"
+#include "products.h"
 
 // EMPTY, MASK and FAR are those of algebra/online_softmax.py: see library.py
 
@@ -84,14 +84,15 @@ static void add_reference(const float* logits, const float* ref, long count, Vec
 }
 
 // Adds `count` rows of logits of WIDTH tokens to their sums; label: the logits above which entries are counted, or null;
-// ref: the reference's logits, or null
-static void add(const float* logits, const float* ref, long count, const float* label, const Sums& sums) {
+// ref: the reference's logits, or null; weights: where those of products go, over the logits, p null where there are none
+static void add(const float* logits, const float* ref, long count, const float* label, const Sums& sums, const Weights& weights) {
   const Vector one = all(1.f), zero = all(0.f), mask = all(MASK), before = load(sums.m);
   Vector m = before;
   for (long i = 0; i < count; i++) m = larger(m, load(logits + i * LANES));
   const Vector step = before - m, own = load(sums.rest), own_peaks = load(sums.peaks);
   const Step policy{step, exponential(step), own + own_peaks};
   if (ref) add_reference(logits, ref, count, m, policy, sums);
+  if (weights.p) store(weights.grow, policy.grow), store(weights.step, step);
   Vector rest = zero, t = zero, r = zero, peaks = zero, above = zero;
   const Vector least = label ? larger(mask, load(label)) : zero;
   for (long i = 0; i < count; i++) {
@@ -101,6 +102,7 @@ static void add(const float* logits, const float* ref, long count, const float* 
     if (sums.t) t = fma(w, d, t);
     if (sums.r) r = fma(w, w, r);
     if (label) above = above + if_greater(z, least, one, zero);
+    if (weights.p) weigh(weights, i * LANES, z, w, d);
   }
   const Vector same = if_equal(before, m, one, zero);  // 0 where there is a new maximum: the one before is among the rest
   if (sums.t) store(sums.t, fma(policy.grow, fma(policy.weights, step, load(sums.t)), t));
