@@ -137,6 +137,33 @@ def test_a_kl_has_the_digits_that_slices_have(apart, far, streamed):
     assert streamed == [34]
 
 
+FIRST = {  # (z, z') of entries of the first block; b and d0: see algebra/online_softmax.py
+    "as all others": [],
+    "d0 far below": [(-59.0, 3.0)],
+    "d0 far above, b infinite": [(-40.0, -240.0), (-120.0, -170.0)],
+    "a maximum far below, b infinite": [(-70.0, -129.0), (-130.0, -71.0)],
+    "b without digits": [(-40.0, -500.0), (-57.0, 1.5)],
+}
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+def test_a_small_kl_keeps_its_digits_whatever_the_first_block_is(first, streamed):
+    """Of logits that no product rounds, nearly the same in all other blocks: alone, these have a KL of 5e-11."""
+    z = -torch.rand(5, 12_000)
+    z_ref = z + 1e-5 * torch.randn_like(z)
+    if first:
+        z[:, :96], z_ref[:, :96] = -200.0, -500.0  # which weigh nothing
+        z[:, : len(first)], z_ref[:, : len(first)] = torch.tensor(first).t()
+    hidden = torch.eye(5)
+    head, ref = (ll.LMHead(x.t().contiguous()) for x in (z, z_ref))
+    found = ll.token_stats(hidden, head, want=KL, reference=(hidden, ref), backend="compiled")
+    p, q = (x.double().log_softmax(1) for x in (z, z_ref))
+    for name, a, b in (("kl", p, q), ("reverse_kl", q, p)):
+        expected, got = (a.exp() * (a - b)).sum(1), getattr(found, name).double()
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-11, msg=lambda m, name=name: f"{name}: {m}")
+    assert streamed == [5]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("k", [1, 20, 300, 700])
 def test_of_equal_entries_the_first_are_the_best(k, threads, streamed):
