@@ -367,6 +367,23 @@ def test_impossible_entries_have_no_gradient(streamed):
     assert set(streamed) == {40}
 
 
+def test_an_infinite_kl_that_a_loss_leaves_out_has_no_gradient(streamed):
+    """Logits stay with MASK for -inf: what 0 times their differences is, is 0."""
+    ops = with_impossible(problem(40, 9, 1031, bias=True, reference=True), slice(0, 0), slice(3, 9))
+    ops = ops.training("hidden", "weight", "bias")
+    exact = ops.to(torch.float64)
+
+    def loss_fn(stats):
+        return stats.kl.where(stats.kl.isfinite(), 0.0) - stats.logprob
+
+    given = {"want": ("kl", "logprob"), "reference": ops.reference, "backend": "compiled"}
+    ll.token_loss(loss_fn, ops.hidden, ops.head, ops.labels, **given).backward()
+    torch.nn.functional.cross_entropy(exact.hidden @ exact.weight.t() + exact.bias, exact.labels).backward()
+    for name, leaf in ops.leaves.items():
+        assert_near_in_norm(leaf.grad, exact.leaves[name].grad, 2e-6, name)
+    assert streamed == [40]
+
+
 def test_a_loss_keeps_to_its_budget(streamed):
     ops = problem(200, 16, 30_000).training("hidden", "weight")
     told = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, backend="compiled", memory_budget=10_000_000)
