@@ -67,8 +67,8 @@ def _compiled(command: list[str]) -> Path:
     return place
 
 
-def _load(place: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(place))
+def _load(place: Path) -> Any:
+    found: Any = ctypes.CDLL(str(place))
     found.accumulate.argtypes = [ctypes.POINTER(Streamed), ctypes.c_int]
     for size in (found.lanes, found.parts, found.entries, found.rows):
         size.restype = ctypes.c_long
