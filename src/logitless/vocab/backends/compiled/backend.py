@@ -13,11 +13,11 @@ from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
-from ..base import Chunk, Partial, SliceMass, Tile, lies_in_columns, p_alone
+from ..base import Chunk, Gradients, Partial, SliceMass, Tile, is_dense, lies_in_columns, p_alone
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
-from . import kernels, stream
+from . import backward, kernels, stream
 from .kernels import Tensors
 
 MIXED = {"jsd", "kl_mixture", "reverse_kl_mixture", "excess"}  # sums that β is part of
@@ -150,7 +150,7 @@ class CompiledBackend(EagerBackend):
 
         streamed = None
         if price.materialised and price.method in AT_ONCE:
-            streamed = stream.slices_kept(call, plain)
+            streamed = stream.slices_kept(call, plain, price.method == "in-forward")
         elif how.get("summed") or (price.bases and not price.materialised):
             streamed = stream.slices(call, n_tokens, price.bases)
         return plain(call) if streamed is None else streamed
@@ -163,6 +163,13 @@ class CompiledBackend(EagerBackend):
         if chunk.slices.in_products:
             return stream.accumulate(chunk, bases, keep)
         return super().accumulate_local(chunk, bases, keep)
+
+    def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
+        if not (chunk.slices.stored and chunk.skip is None and is_dense(chunk, coefficients)):
+            super().logits_grad(chunk, totals, coefficients, grads)
+            return
+        chained = {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
+        backward.logits_grad(chunk, totals, chained, grads, self.dz)
 
     def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:
         if tile.z_ref is None or not kernels.fits(tile.z):

@@ -69,7 +69,9 @@ def _compiled(command: list[str]) -> Path:
 
 def _load(place: Path) -> Any:
     found: Any = ctypes.CDLL(str(place))
-    found.accumulate.argtypes = [ctypes.POINTER(Streamed), ctypes.c_int]
+    calls = (found.accumulate, Streamed), (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens)
+    for function, given in calls:
+        function.argtypes = [ctypes.POINTER(given), ctypes.c_int]
     for size in (found.lanes, found.parts, found.entries, found.rows):
         size.restype = ctypes.c_long
     found.place = place
@@ -117,6 +119,31 @@ class Products(ctypes.Structure):
     """As in cpp/products.h."""
 
     _fields_ = (("p", _address), ("plogp", _address), ("width", _number))
+
+
+class Tile(ctypes.Structure):
+    """As in cpp/backward.h."""
+
+    _fields_ = (("numbers", _address), ("m", _address), ("n_tokens", _number), ("vocab", _number))
+
+
+class OfEntries(ctypes.Structure):
+    """As in cpp/backward.h."""
+
+    _fields_ = (
+        ("tile", Tile),
+        ("tokens", Head),
+        ("size", _number),
+        ("out", _address),
+        ("stride", _number),
+        ("adds", _number),
+    )
+
+
+class OfTokens(ctypes.Structure):
+    """As in cpp/backward.h."""
+
+    _fields_ = (("tile", Tile), ("head", Head), ("products", Products), ("parts", _number))
 
 
 class Best(ctypes.Structure):

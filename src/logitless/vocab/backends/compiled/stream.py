@@ -21,11 +21,12 @@ from ...devices import is_intel
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Chunk, Partial, Tile, normalised
-from ..eager.formulas import Moves
 from ..logits import Projection, multiplies_tiles
 from . import measured
+from .backward import bytes_beside
 from .kernels import is_plain
 from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library
+from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
 MULTIPLIED = frozenset({"p", "plogp"})  # bases of the gradient whose products with a frozen head it adds up
@@ -77,16 +78,23 @@ def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | N
     if most < lanes:
         return None
     tokens = even_blocks(n_tokens, most, lanes)
-    return Slices(tokens, call.head.rows, own + _rounded(tokens, lanes) * each, in_products=True)
+    return Slices(tokens, call.head.rows, own + rounded(tokens, lanes) * each, in_products=True)
 
 
-def slices_kept(call: Call, slices_in: Callable[[Call], Slices]) -> Slices | None:
-    """The same of a call whose logits stay in slices, as `slices_in` gives them for the budget of a call."""
+def slices_kept(call: Call, slices_in: Callable[[Call], Slices], formed: bool) -> Slices | None:
+    """The same of a call whose logits stay in slices, as `slices_in` gives them for the budget of a call.
+
+    formed: whether they stay for the products of backward.
+    """
     if not takes(call, kept=True):
         return None
     own, each, lanes = _demand(call)
+    if formed:
+        own, each = (
+            x + y for x, y in zip((own, each), bytes_beside(call.inputs.width, torch.get_num_threads()), strict=True)
+        )
     tokens = slices_in(call).tokens
-    beside = own + _rounded(tokens, lanes) * each
+    beside = own + rounded(tokens, lanes) * each
     if tokens < lanes or beside >= call.budget:
         return None
     found = slices_in(replace(call, options=replace(call.options, memory_budget=call.budget - beside)))
@@ -96,7 +104,7 @@ def slices_kept(call: Call, slices_in: Callable[[Call], Slices]) -> Slices | Non
 def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     """Bytes of all threads, and of a token, beside logits that stay; and how many tokens are computed together.
 
-    bases: how many have products, which take room for as many tokens as a chunk has at most: see `_parts`.
+    bases: how many have products.
     """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
     sizes = [i.width + 1]  # of a bias, too
@@ -106,24 +114,9 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
     if bases:
-        rows = _rounded(i.width, found.rows())
-        most = STREAM_TOKENS["cpu"] + found.lanes()
-        own += number * rows * (threads * found.entries() + 2 * bases * most)  # twice: in panels, and in rows
+        own += product_bytes(i.width, bases, threads)
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     return own, each, found.lanes()
-
-
-def _parts(width: int, bases: tuple[str, ...]) -> int:
-    """How many parts of the vocabulary have sums of their own: with products so many that all have room for a chunk.
-
-    They do not depend on the threads, which add up numbers in the same order however many there are.
-    """
-    most = library().parts()
-    return min(most, 1 << max(1, STREAM_TOKENS["cpu"] // width).bit_length() - 1) if bases else most
-
-
-def _rounded(n: int, block: int) -> int:
-    return -(-n // block) * block
 
 
 def _fields(sums: frozenset[str]) -> list[str]:
@@ -141,8 +134,8 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
     """`Backend.accumulate_local` of a chunk with slices of this module; weights that are to stay are late."""
     found, n_tokens, take = library(), chunk.n_tokens, chunk.scratch.take
     assert found is not None
-    width = _rounded(n_tokens, found.lanes())
-    parts = _parts(width, bases)
+    width = rounded(n_tokens, found.lanes())
+    parts = parts_of(width) if bases else found.parts()
     labels = None if chunk.inputs.labels is None else chunk.inputs.labels.long().contiguous()
     names, held = _fields(chunk.sums), _Held()
     sums = dict(zip(names, take("sums", (len(names) * parts, width)).view(len(names), parts, width), strict=True))
@@ -154,7 +147,7 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
     if "above" in chunk.sums:
         assert chunk.label_logit is not None
         streamed.label = held.address(_of_lanes(chunk.label_logit, take("label", (1, width))))
-    products = _multiply(streamed, chunk, bases, parts * width) if bases else {}
+    products, streamed.products = products_of(chunk, bases, width) if bases else ({}, Products())
     if chunk.slices.stored:
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
@@ -163,10 +156,8 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
     state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
-    if bases:
-        products = _of_parts(products, sums["m"], parts, chunk)
     zsum = sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None
-    return Partial(state, partial(normalised, products, state), zsum, topk)
+    return Partial(state, partial(normalised, of_tokens(products, width, chunk, sums["m"]), state), zsum, topk)
 
 
 class _Held(list[object]):
@@ -223,26 +214,6 @@ def _find_best(streamed: Streamed, chunk: Chunk, width: int, held: _Held) -> tup
     ids = torch.empty_like(logits, dtype=torch.int64)
     streamed.best_logits, streamed.best_entries = held.address(logits), held.address(ids)
     return logits, ids
-
-
-def _multiply(streamed: Streamed, chunk: Chunk, bases: tuple[str, ...], width: int) -> dict[str, Tensor]:
-    """Where the bases' products of all parts will be, in panels of tokens: (panels, rows, lanes)."""
-    found = library()
-    rows = _rounded(chunk.inputs.width, found.rows())
-    shape = width // found.lanes(), rows * found.lanes()
-    out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
-    streamed.products = Products(width=chunk.inputs.width, **{basis: x.data_ptr() for basis, x in out.items()})
-    return out
-
-
-def _of_parts(products: dict[str, Tensor], m: Tensor, parts: int, chunk: Chunk) -> dict[str, Tensor]:
-    """The products of a chunk's tokens, (C, H + R), of those of each part of the vocabulary and its maxima m."""
-    rows = {basis: x.transpose(1, 2).reshape(m.numel(), -1) for basis, x in products.items()}
-    step = (m - m.amax(0)).view(-1)
-    Moves(torch.exp(step), step).apply(rows, infinite=False)
-    return {
-        basis: x.view(parts, m.shape[1], -1).sum(0)[: chunk.n_tokens, : chunk.inputs.width] for basis, x in rows.items()
-    }
 
 
 def _keep(chunk: Chunk) -> tuple[int, int | None]:

@@ -21,7 +21,7 @@ from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_s
 from .skip import logits_grad_of_some
 from .threads import collect, maxima, share_count, shares_of, sums
 from .topk import TopK
-from .weights import holds_weights, may_be_steady, weigh, weigh_late, weights_grad
+from .weights import holds_weights, may_be_steady, scale_of, weigh, weigh_late, weights_grad
 
 NEARER = 2.0  # nats, of both heads' logits together, from which on differences are measured from another entry
 
@@ -289,7 +289,7 @@ class EagerBackend(Backend):
         """dL/dz of a slice, in its buffers, which are used up."""
         if tile.m is not None:
             base = c.get("p", torch.zeros_like(totals.m))
-            return weigh_late(tile).mul_((base * torch.exp((tile.m - totals.m) - totals.log_s))[:, None])
+            return weigh_late(tile).mul_(scale_of(base, tile.m, totals))
         flat = chunk.policy.flatness(tile.z) if chunk.policy.outer is not None else None
         gap = chunk.gap(tile) if RATIO & c.keys() else None
 

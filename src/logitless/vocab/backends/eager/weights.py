@@ -45,11 +45,16 @@ def holds_weights(chunk: Chunk) -> bool:
     return held and _on_cpu(chunk) and all(f.dtype == chunk.policy.compute for f in chunk.policy.factors)
 
 
+def scale_of(p: Tensor, level: Tensor, totals: Totals) -> Tensor:
+    """What a token's weights relative to a level are multiplied by for its logits' gradient p·softmax, (C, 1)."""
+    return (p * torch.exp((level - totals.m) - totals.log_s))[:, None]
+
+
 def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> None:
     """`Backend.logits_grad` from weights: what a token's p is multiplied by goes into small tensors."""
     level = chunk.materialised[-1].m
     assert level is not None
-    scale = (p * torch.exp((level - totals.m) - totals.log_s))[:, None]
+    scale = scale_of(p, level, totals)
     blank = grads.weight if grads.begins(grads.weight) else None  # whose first part is written, not added
     factors, pairs = chunk.policy.factors, grads.pairs[: len(chunk.policy.factors)]
     tokens = [None if x is None else torch.zeros_like(x) for x, _ in pairs]

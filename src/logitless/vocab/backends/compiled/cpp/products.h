@@ -7,6 +7,7 @@ struct Products {
   float *p, *plogp;  // [panels][rows][LANES]: of weights e^(z - m), and, or null, of these times z - m
   int64_t width;     // numbers of a row, of the head's first factors: a bias is none of them
   long rows() const { return (width + ROWS - 1) / ROWS * ROWS; }
+  Products of(long offset) const { return {p ? p + offset : p, plogp ? plogp + offset : plogp, width}; }
 };
 
 // A tile's weights for its products, and what brings the products before it to the new maxima

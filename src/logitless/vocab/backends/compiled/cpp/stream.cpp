@@ -4,15 +4,9 @@
 // in one order, whatever the number of threads.
 #include <omp.h>
 
-#include <cstdlib>
-
+#include "backward.h"
 #include "best.h"
-#include "product.h"
 #include "sums.h"
-
-constexpr long PARTS = 32;   // of the vocabulary, at most
-constexpr long TASKS = 4;    // a thread, where there are so many: the last ones end together
-constexpr long PANELS = 8;   // of tokens in a task, for which a part's entries are packed, where that leaves all threads one
 
 // One call: logits of `head`, and of `ref` if that has factors, for the same tokens and entries
 struct Call {
@@ -29,24 +23,14 @@ struct Call {
   int64_t* best_entries;  // [tokens][k]
 };
 
-static long panels_of(const Call& call) { return (call.n_tokens + LANES - 1) / LANES; }
-
-static float* room(long numbers) {
-  return static_cast<float*>(std::aligned_alloc(64, (numbers * sizeof(float) + 63) / 64 * 64));
-}
-
 // A thread's rows of both heads, packed, and a tile of logits of each; for products the rows packed the other way round
 struct Own {
   long size, ref_size, rows;
-  long numbers = ENTRIES * (2 * LANES + size + ref_size + rows) + 2 * LANES;
-  float* memory = room(numbers);
-  float *logits = memory, *ref_logits = logits + ENTRIES * LANES;
+  Room room{ENTRIES * (2 * LANES + size + ref_size + rows) + 2 * LANES};
+  float *logits = room.memory, *ref_logits = logits + ENTRIES * LANES;
   float *entries = ref_logits + ENTRIES * LANES, *ref_entries = entries + ENTRIES * size;
   float *transposed = ref_entries + ENTRIES * ref_size, *moves = transposed + ENTRIES * rows;
-  Own(long size, long ref_size, long rows) : size(size), ref_size(ref_size), rows(rows) {
-    if (memory) std::fill_n(memory, numbers, 0.f);
-  }
-  ~Own() { std::free(memory); }
+  Own(long size, long ref_size, long rows) : size(size), ref_size(ref_size), rows(rows) {}
 };
 
 // The best of `count` entries from v on of WIDTH tokens from `first` on, of which there are `tokens`
@@ -81,11 +65,11 @@ static void keep(const float* logits, long count, long tokens, long n_tokens, fl
 }
 
 // Adds the tiles of one panel of tokens and `count` entries from v on, in a part of the vocabulary
-static void add_tiles(const Call& call, const Own& own, long part, long v, long count, long panel, const Sums& sums, Best& best) {
+static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, const Products& products, Best& best) {
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
   Weights weights{};
   if (own.rows) {  // over the logits, which have been read by then
-    weights = {own.logits, call.products.plogp ? own.ref_logits : nullptr, own.moves, own.moves + LANES, nullptr};
+    weights = {own.logits, products.plogp ? own.ref_logits : nullptr, own.moves, own.moves + LANES, nullptr};
     if (call.head.outer) weights.outer = call.head.outer + panel * LANES;
   }
   make_logits(call.head, own.size, own.entries, count, panel, own.logits);
@@ -107,8 +91,8 @@ static void add_tiles(const Call& call, const Own& own, long part, long v, long 
     add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here, weights.of(j));
   }
   if (!own.rows) return;
-  const long at = (part * panels_of(call) + panel) * own.rows * LANES;
-  float *p = call.products.p + at, *plogp = weights.plogp ? call.products.plogp + at : nullptr;
+  const long at = panel * own.rows * LANES;
+  float *p = products.p + at, *plogp = products.plogp ? products.plogp + at : nullptr;
   move_products(weights, own.rows, p, plogp);
   add_products(own.transposed, weights.p, count, own.rows, p);
   if (plogp) add_products(own.transposed, weights.plogp, count, own.rows, plogp);
@@ -120,13 +104,14 @@ long parts() { return PARTS; }
 long entries() { return ENTRIES; }
 long rows() { return ROWS; }
 
-// Returns 0, or 1 where there is no memory.
+// Each of these returns 0, or 1 where there is no memory.
+int multiply_entries(const OfEntries* call, int threads) { return multiply_for_entries(*call, threads); }
+int multiply_tokens(const OfTokens* call, int threads) { return multiply_for_tokens(*call, threads); }
+
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;
-  const long parts = call.parts, panels = panels_of(call), width = panels * LANES, rows = call.products.rows();
-  const long part = ((call.vocab + parts - 1) / parts + ENTRIES - 1) / ENTRIES * ENTRIES;
-  const long most = std::max((threads + parts - 1) / parts, panels / PANELS);
-  const long groups = std::min({panels, most, (TASKS * threads + parts - 1) / parts}), group = (panels + groups - 1) / groups;
+  const Tasks tasks(call.n_tokens, call.vocab, call.parts, threads);
+  const long parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
   int failed = 0;
   clear(call.sums, parts * width);
   for (float* sums : {call.products.p, call.products.plogp})
@@ -134,24 +119,25 @@ int accumulate(const Call* given, int threads) {
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
     const Own own{call.head.size(), call.ref.size(), rows};
-    failed |= own.memory == nullptr;
+    failed |= own.room.memory == nullptr;
     Best best = call.best;
     if (best.k) best = best.of_thread(omp_get_thread_num(), width);
     pack_tokens(call.head, own.size, call.n_tokens);
     pack_tokens(call.ref, own.ref_size, call.n_tokens);
 #pragma omp for collapse(2) schedule(monotonic : dynamic)
     for (long i = 0; i < parts; i++)
-      for (long g = 0; g < groups; g++) {
-        if (own.memory == nullptr) continue;
+      for (long g = 0; g < tasks.groups; g++) {
+        if (own.room.memory == nullptr) continue;
         const Sums sums = moved(call.sums, i * width);
-        const long end = std::min(call.vocab, (i + 1) * part);
-        for (long v = i * part; v < end; v += ENTRIES) {
+        const Products products = call.products.of(i * width * rows);
+        const long end = std::min(call.vocab, (i + 1) * tasks.part);
+        for (long v = i * tasks.part; v < end; v += ENTRIES) {
           const long count = std::min(ENTRIES, end - v);
           pack_entries(call.head, own.size, v, count, own.entries);
           pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
           pack_numbers(call.head, call.products.width, v, count, own.transposed);
-          for (long p = g * group; p < std::min(panels, (g + 1) * group); p++)
-            add_tiles(call, own, i, v, count, p, sums, best);
+          for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++)
+            add_tiles(call, own, v, count, p, sums, products, best);
         }
       }
     _mm_sfence();  // what was stored past the caches is there for all threads

@@ -10,6 +10,8 @@ constexpr long WIDTH = 16;
 static inline Vector load(const float* x) { return _mm512_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm512_store_ps(x, v); }
 static inline void store_past_caches(float* x, Vector v) { _mm512_stream_ps(x, v); }
+static inline Vector load_anywhere(const float* x) { return _mm512_loadu_ps(x); }
+static inline void store_anywhere(float* x, Vector v) { _mm512_storeu_ps(x, v); }
 static inline Vector all(float x) { return _mm512_set1_ps(x); }
 static inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 static inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }  // b where one is NaN
@@ -29,6 +31,8 @@ constexpr long WIDTH = 8;
 static inline Vector load(const float* x) { return _mm256_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
 static inline void store_past_caches(float* x, Vector v) { _mm256_stream_ps(x, v); }
+static inline Vector load_anywhere(const float* x) { return _mm256_loadu_ps(x); }
+static inline void store_anywhere(float* x, Vector v) { _mm256_storeu_ps(x, v); }
 static inline Vector all(float x) { return _mm256_set1_ps(x); }
 static inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 static inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }

@@ -1,0 +1,120 @@
+// Backward's products of the logits' gradient, or of weights which that is a multiple of: with the tokens for each entry
+// of the vocabulary, and with the entries for each token.
+#pragma once
+#include <omp.h>
+
+#include "products.h"
+#include "room.h"
+
+// The logits' gradient, [vocab][tokens]; where m is given, logits, of which weights e^(z - m) are made in their place
+struct Tile {
+  float* numbers;
+  const float* m;  // room for all LANES; or null
+  int64_t n_tokens, vocab;
+};
+
+// The entries' products: out[vocab][size] of tokens transposed, which are a head's tokens, and as many as it has numbers
+struct OfEntries {
+  Tile tile;
+  Head tokens;        // one factor, (size, n_tokens)
+  int64_t size;       // numbers of a token
+  float* out;
+  int64_t stride, adds;  // numbers from one entry's to the next one's; whether they are added to what is there
+};
+
+// The tokens' products, as a frozen head's
+struct OfTokens {
+  Tile tile;
+  Head head;
+  Products products;
+  int64_t parts;
+};
+
+// Makes weights of `count` entries' logits from v on
+static void weigh(const Tile& tile, long v, long count) {
+  for (long i = 0; i < count; i++) {
+    float* z = tile.numbers + (v + i) * tile.n_tokens;
+    long n = 0;
+    for (; n + WIDTH <= tile.n_tokens; n += WIDTH) store_anywhere(z + n, exponential(load_anywhere(z + n) - load(tile.m + n)));
+    if (n == tile.n_tokens) continue;
+    alignas(64) float rest[WIDTH] = {};
+    std::copy_n(z + n, tile.n_tokens - n, rest);
+    store(rest, exponential(load(rest) - load(tile.m + n)));
+    std::copy_n(rest, tile.n_tokens - n, z + n);
+  }
+}
+
+// A panel of tokens' numbers of `count` entries from v on, as [ENTRIES][LANES] with 0 for tokens that there are not
+static void read_panel(const Tile& tile, long v, long count, long panel, float* to) {
+  const long first = panel * LANES, tokens = std::min(LANES, tile.n_tokens - first);
+  for (long i = 0; i < count; i++, to += LANES) {
+    const float* from = tile.numbers + (v + i) * tile.n_tokens + first;
+    if (tokens == LANES) {
+      std::memcpy(to, from, LANES * sizeof(float));
+    } else {
+      std::fill_n(std::copy_n(from, tokens, to), LANES - tokens, 0.f);
+    }
+  }
+}
+
+static void put(const float* tile, long count, long numbers, const OfEntries& call, float* out) {
+  for (long i = 0; i < count; i++, tile += LANES, out += call.stride)
+    if (call.adds) {
+      for (long j = 0; j < numbers; j++) out[j] += tile[j];
+    } else {
+      std::copy_n(tile, numbers, out);
+    }
+}
+
+static int multiply_for_entries(const OfEntries& call, int threads) {
+  const long n_tokens = call.tile.n_tokens, panels = (call.size + LANES - 1) / LANES;
+  const Factor numbers{nullptr, 0, call.tile.numbers, n_tokens, n_tokens, 0};
+  int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+  {
+    const Room own(ENTRIES * (LANES + n_tokens));
+    float *out = own.memory, *packed = out + ENTRIES * LANES;
+    failed |= own.memory == nullptr;
+    pack_tokens(call.tokens, n_tokens, call.size);
+#pragma omp for schedule(monotonic : dynamic)
+    for (long v = 0; v < call.tile.vocab; v += ENTRIES) {
+      if (own.memory == nullptr) continue;
+      const long count = std::min(ENTRIES, call.tile.vocab - v);
+      if (call.tile.m) weigh(call.tile, v, count);
+      pack_rows(numbers, v, count, ROWS * n_tokens, packed);
+      for (long p = 0; p < panels; p++) {
+        make_logits(call.tokens, n_tokens, packed, count, p, out);
+        put(out, count, std::min(LANES, call.size - p * LANES), call, call.out + v * call.stride + p * LANES);
+      }
+    }
+  }
+  return failed;
+}
+
+static int multiply_for_tokens(const OfTokens& call, int threads) {
+  const Tasks tasks(call.tile.n_tokens, call.tile.vocab, call.parts, threads);
+  const long rows = call.products.rows();
+  int failed = 0;
+  std::fill_n(call.products.p, call.parts * tasks.panels * rows * LANES, 0.f);
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+  {
+    const Room own(ENTRIES * (LANES + rows));
+    float *weights = own.memory, *packed = weights + ENTRIES * LANES;
+    failed |= own.memory == nullptr;
+#pragma omp for collapse(2) schedule(monotonic : dynamic)
+    for (long i = 0; i < call.parts; i++)
+      for (long g = 0; g < tasks.groups; g++) {
+        if (own.memory == nullptr) continue;
+        const long end = std::min(call.tile.vocab, (i + 1) * tasks.part);
+        for (long v = i * tasks.part; v < end; v += ENTRIES) {
+          const long count = std::min(ENTRIES, end - v);
+          pack_numbers(call.head, call.products.width, v, count, packed);
+          for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++) {
+            read_panel(call.tile, v, count, p, weights);
+            add_products(packed, weights, count, rows, call.products.p + (i * tasks.panels + p) * rows * LANES);
+          }
+        }
+      }
+  }
+  return failed;
+}

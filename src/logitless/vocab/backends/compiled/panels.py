@@ -1,0 +1,51 @@
+"""Products of weights with a head's rows, summed for each token and number of a row: in panels of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....algebra.costs import STREAM_TOKENS
+from ..base import Chunk
+from ..eager.formulas import Moves
+from .library import Products, library
+
+
+def rounded(n: int, block: int) -> int:
+    return -(-n // block) * block
+
+
+def parts_of(width: int) -> int:
+    """How many parts of the vocabulary have products of their own, for so many tokens, lanes without one included.
+
+    As many as leave all of them room in `product_bytes`, and as threads may want; they do not depend on the threads,
+    which add up numbers in the same order however many there are.
+    """
+    return min(library().parts(), 1 << max(1, STREAM_TOKENS["cpu"] // width).bit_length() - 1)
+
+
+def product_bytes(width: int, bases: int, threads: int) -> int:
+    """Of fp32 products with `width` numbers of a row, in panels and once more in rows, and of threads' packed rows."""
+    found = library()
+    tokens = STREAM_TOKENS["cpu"] + found.lanes()
+    return 4 * rounded(width, found.rows()) * (2 * bases * tokens + threads * found.entries())
+
+
+def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[str, Tensor], Products]:
+    """Where each basis' products will be, (panels of all parts, rows, lanes), and the same for the library."""
+    found, numbers = library(), chunk.inputs.width
+    rows = rounded(numbers, found.rows())
+    shape = parts_of(width) * width // found.lanes(), rows * found.lanes()
+    out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
+    return out, Products(width=numbers, **{basis: x.data_ptr() for basis, x in out.items()})
+
+
+def of_tokens(products: dict[str, Tensor], width: int, chunk: Chunk, m: Tensor | None = None) -> dict[str, Tensor]:
+    """The products of a chunk's tokens, (C, H + R), of those of all parts; m: the parts' maxima, (parts, width)."""
+    parts = parts_of(width)
+    rows = {basis: x.transpose(1, 2).reshape(parts * width, -1) for basis, x in products.items()}
+    if m is not None and rows:
+        step = (m - m.amax(0)).view(-1)
+        Moves(torch.exp(step), step).apply(rows, infinite=False)
+    numbers = chunk.inputs.width
+    return {basis: x.view(parts, width, -1).sum(0)[: chunk.n_tokens, :numbers] for basis, x in rows.items()}
