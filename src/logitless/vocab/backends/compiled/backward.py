@@ -40,10 +40,11 @@ def logits_grad(chunk: Chunk, totals: Totals, c: Coefficients, grads: Gradients,
 
 
 def bytes_beside(width: int, threads: int) -> tuple[int, int]:
-    """Bytes of all threads, and of a token, of products with `width` numbers of a row."""
+    """Bytes for all tokens, and for each, of products with `width` numbers of a row."""
     found = library()
-    each = 3 * rounded(width, found.lanes()) + threads * found.entries()  # scaled, transposed and packed; weights
-    return product_bytes(width, 1, threads) + 4 * threads * found.entries() * found.lanes(), 4 * each
+    own, each = product_bytes(width, 1, threads)
+    scaled = 3 * rounded(width, found.lanes())  # hidden states, transposed and packed, too
+    return own + 4 * threads * found.entries() * found.lanes(), each + 4 * (scaled + threads * found.entries())
 
 
 def _multiply_for_entries(chunk: Chunk, grads: Gradients, scale: Tensor | None, m: Tensor | None) -> None:

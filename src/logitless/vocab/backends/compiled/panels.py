@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....algebra.costs import STREAM_TOKENS
 from ..base import Chunk
 from ..eager.formulas import Moves
 from .library import Products, library
+
+TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more
 
 
 def rounded(n: int, block: int) -> int:
@@ -18,17 +19,19 @@ def rounded(n: int, block: int) -> int:
 def parts_of(width: int) -> int:
     """How many parts of the vocabulary have products of their own, for so many tokens, lanes without one included.
 
-    As many as leave all of them room in `product_bytes`, and as threads may want; they do not depend on the threads,
-    which add up numbers in the same order however many there are.
+    They do not depend on the threads, which add up numbers in the same order however many there are.
     """
-    return min(library().parts(), 1 << max(1, STREAM_TOKENS["cpu"] // width).bit_length() - 1)
+    return min(library().parts(), 1 << max(1, TOGETHER // width).bit_length() - 1)
 
 
-def product_bytes(width: int, bases: int, threads: int) -> int:
-    """Of fp32 products with `width` numbers of a row, in panels and once more in rows, and of threads' packed rows."""
+def product_bytes(numbers: int, bases: int, threads: int) -> tuple[int, int]:
+    """Bytes for all tokens, and for each, of fp32 products with so many numbers of a row.
+
+    In panels and once more in rows; with what each thread packs of the head.
+    """
     found = library()
-    tokens = STREAM_TOKENS["cpu"] + found.lanes()
-    return 4 * rounded(width, found.rows()) * (2 * bases * tokens + threads * found.entries())
+    row = 4 * rounded(numbers, found.rows())
+    return row * (2 * bases * TOGETHER + threads * found.entries()), row * 2 * bases
 
 
 def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[str, Tensor], Products]:

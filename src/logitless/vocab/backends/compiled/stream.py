@@ -113,10 +113,9 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
-    if bases:
-        own += product_bytes(i.width, bases, threads)
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
-    return own, each, found.lanes()
+    more, more_each = product_bytes(i.width, bases, threads) if bases else (0, 0)
+    return own + more, each + more_each, found.lanes()
 
 
 def _fields(sums: frozenset[str]) -> list[str]:
