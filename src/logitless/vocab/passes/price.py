@@ -41,10 +41,11 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
-    frozen = not (needs.weight or everywhere) and call.options.sparse is None
-    if price.method == "in-forward" and frozen and bases_of(call.options.want) == {"p"}:
-        streamed = replace(price, bases=("p",), materialised=False)
-        return streamed if load(call.options.backend).adds_up(call, streamed) else price
+    frozen = not (needs.weight or everywhere)
+    if price.method == "in-forward" and frozen and call.options.backend == "compiled":
+        streamed = replace(price, bases=tuple(sorted(bases_of(call.options.want))), materialised=False)
+        # one product for all of backward, as of logits that stay, and these need not
+        return streamed if streamed.bases == ("p",) and load("compiled").adds_up(call, streamed) else price
     return price
 
 

@@ -389,7 +389,7 @@ def test_an_infinite_kl_that_a_loss_leaves_out_has_no_gradient(streamed):
 @pytest.mark.parametrize("want", [("logprob",), ("logprob", "entropy")], ids=["weights", "gradients"])
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("a",), ("b", "weight")])
 def test_each_gradient_alone_is_the_oracles(trained, want, streamed):
-    ops = problem(60, 37, 1031, bias=True, ranks=(3,)).training(*trained)
+    ops = problem(60, 37, 1031, bias=True, ranks=(3,), vocab_size=1021).training(*trained)
     for budget in (None, 900_000):  # more than one chunk adds to the head's
         compare_loss(ops, want, backend="compiled", memory_budget=budget)
     assert streamed[0] == 60
@@ -545,9 +545,22 @@ def test_a_frozen_heads_gradient_has_the_same_bits_for_any_number_of_threads(str
     assert streamed == [300] * 3
 
 
-def test_statistics_with_a_graph_make_slices(streamed):
-    """Whose backward makes them again, with the same last bits."""
-    compare(problem().training("hidden", "weight"), ("logprob", "entropy"), backend="compiled")
+@pytest.mark.parametrize("more", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("want", [x for x in LOSSES.values() if "jsd" not in x], ids=str)
+@pytest.mark.parametrize(("n", "budget"), [(50, None), (400, 2_500_000)], ids=["one chunk", "some chunks"])
+def test_the_gradient_of_statistics_is_the_oracles(n, budget, want, more, streamed):
+    """Whose logits are made again in backward, and stay until its products are made."""
+    ops = operands((n,), 37, 1031, dtype=torch.float32, reference="kl" in want, **({"bias": False} | more))
+    ops.labels[3] = -100
+    for trained in (("hidden", "weight", "bias", "a", "b"), ("hidden", "weight")):
+        streamed.clear()
+        compare(ops.training(*trained), want, backend="compiled", memory_budget=budget, top_k=3)
+        assert sum(streamed) == 2 * (n - 1)
+        assert (n - 1 in streamed) is (budget is None)
+
+
+def test_a_graph_of_a_second_look_makes_slices(streamed):
+    compare(problem(40, reference=True).training("hidden", "weight"), ("logprob", "jsd"), backend="compiled")
     assert streamed == []
 
 
@@ -592,7 +605,8 @@ KINDS = {
     "a cross-entropy": ({}, ("logprob", "mean_logit"), True, ALL, True),
     "an entropy's gradient": ({}, ("logprob", "entropy"), True, ALL, False),  # Inductor's function
     "a second look": ({"reference": True}, ("jsd",), False, (), False),
-    "a graph": ({}, ("logprob",), False, ALL, False),  # whose backward makes logits again
+    "a graph": ({}, ("logprob",), False, ALL, True),  # whose backward makes logits again
+    "a graph of entropy": ({}, ("logprob", "entropy"), False, ALL, False),
     "a graph of a frozen head": ({}, ("logprob", "entropy"), False, ("hidden",), True),
     "a frozen head's KL": ({"reference": True}, ("kl",), False, ("hidden",), False),
     "a loss of a frozen head": ({}, ("logprob", "mean_logit"), True, ("hidden",), True),
@@ -621,14 +635,3 @@ def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(
     else:
         ll.token_stats(ops.hidden, ops.head, ops.labels, **given)
     assert streamed == [40] * taken
-
-
-def test_no_graph_of_statistics_that_makes_logits_again_takes_it_unasked(streamed, monkeypatch):
-    monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
-    ops = problem(40).training("hidden", "weight")
-    ll.token_stats(ops.hidden, ops.head, ops.labels).logprob.sum().backward()
-    ll.token_loss(lambda stats: -stats.logprob, ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()
-    ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, reduction="none").sum().backward()
-    assert streamed == []
-    ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels).backward()
-    assert streamed == [40]

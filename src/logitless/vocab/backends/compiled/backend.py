@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
-from ....algebra.stats import Coefficients
-from ...call.call import Call
+from ....algebra.stats import DENSE, Coefficients
+from ...call.call import Call, Needs
 from ..base import Chunk, Gradients, Partial, SliceMass, Tile, is_dense, lies_in_columns, p_alone
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
@@ -145,19 +146,25 @@ class CompiledBackend(EagerBackend):
     running = CompiledRunning
 
     def slices(self, call: Call, n_tokens: int, vocab_size: int, price: Price, **how: Any) -> Slices:
-        def plain(call: Call) -> Slices:
+        def plain(call: Call, price: Price = price) -> Slices:
             return super(CompiledBackend, self).slices(call, n_tokens, vocab_size, price, **how)
 
         streamed = None
         if price.materialised and price.method in AT_ONCE:
             streamed = stream.slices_kept(call, plain, price.method == "in-forward")
+        elif price.method == "recompute" and stream.takes(call):
+            kept = replace(price, materialised=True)  # while backward lasts
+            streamed = stream.slices_kept(call, lambda call: plain(call, kept), True)
         elif how.get("summed") or (price.bases and not price.materialised):
             streamed = stream.slices(call, n_tokens, price.bases)
         return plain(call) if streamed is None else streamed
 
+    def bytes_beside(self, call: Call, price: Price, needs: Needs, slices: Slices) -> int:
+        return 0 if slices.in_products else super().bytes_beside(call, price, needs, slices)
+
     def adds_up(self, call: Call, price: Price) -> bool:
-        formed = price.method == "in-forward" and (price.bases or p_alone(call))
-        return bool(formed or price.method in SUMMED) and stream.takes(call, price.bases)
+        of_p = price.bases or p_alone(call)
+        return bool(of_p or price.method in SUMMED) and stream.takes(call, price.bases)
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         if chunk.slices.in_products:
@@ -165,9 +172,13 @@ class CompiledBackend(EagerBackend):
         return super().accumulate_local(chunk, bases, keep)
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
-        if not (chunk.slices.stored and chunk.skip is None and is_dense(chunk, coefficients)):
+        if not (chunk.slices.stored and is_dense(chunk, coefficients)):
             super().logits_grad(chunk, totals, coefficients, grads)
             return
+        if not chunk.materialised:  # made once more, by the same tiles: the same bits
+            of_p = coefficients.keys() & DENSE == {"p"} and chunk.policy.outer is None
+            again = replace(chunk, sums=chunk.sums & {"ref"}, top_k=0)
+            stream.accumulate(again, (), "weights" if of_p else "logits")
         chained = {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
         backward.logits_grad(chunk, totals, chained, grads, self.dz)
 

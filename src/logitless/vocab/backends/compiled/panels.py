@@ -27,11 +27,11 @@ def parts_of(width: int) -> int:
 def product_bytes(numbers: int, bases: int, threads: int) -> tuple[int, int]:
     """Bytes for all tokens, and for each, of fp32 products with so many numbers of a row.
 
-    In panels and once more in rows; with what each thread packs of the head.
+    In panels, once more in rows, and of all parts together; with what each thread packs of the head.
     """
     found = library()
     row = 4 * rounded(numbers, found.rows())
-    return row * (2 * bases * TOGETHER + threads * found.entries()), row * 2 * bases
+    return row * (2 * bases * TOGETHER + threads * found.entries()), row * 3 * bases
 
 
 def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[str, Tensor], Products]:

@@ -147,7 +147,7 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
         assert chunk.label_logit is not None
         streamed.label = held.address(_of_lanes(chunk.label_logit, take("label", (1, width))))
     products, streamed.products = products_of(chunk, bases, width) if bases else ({}, Products())
-    if chunk.slices.stored:
+    if keep:
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
     if found.accumulate(ctypes.byref(streamed), torch.get_num_threads()):

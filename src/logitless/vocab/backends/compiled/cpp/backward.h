@@ -44,17 +44,10 @@ static void weigh(const Tile& tile, long v, long count) {
   }
 }
 
-// A panel of tokens' numbers of `count` entries from v on, as [ENTRIES][LANES] with 0 for tokens that there are not
+// A panel of tokens' numbers of `count` entries from v on, as [ENTRIES][LANES]; lanes without a token keep what they have
 static void read_panel(const Tile& tile, long v, long count, long panel, float* to) {
   const long first = panel * LANES, tokens = std::min(LANES, tile.n_tokens - first);
-  for (long i = 0; i < count; i++, to += LANES) {
-    const float* from = tile.numbers + (v + i) * tile.n_tokens + first;
-    if (tokens == LANES) {
-      std::memcpy(to, from, LANES * sizeof(float));
-    } else {
-      std::fill_n(std::copy_n(from, tokens, to), LANES - tokens, 0.f);
-    }
-  }
+  for (long i = 0; i < count; i++) std::copy_n(tile.numbers + (v + i) * tile.n_tokens + first, tokens, to + i * LANES);
 }
 
 static void put(const float* tile, long count, long numbers, const OfEntries& call, float* out) {
