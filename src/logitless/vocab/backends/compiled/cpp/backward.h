@@ -50,13 +50,20 @@ static void read_panel(const Tile& tile, long v, long count, long panel, float* 
   for (long i = 0; i < count; i++) std::copy_n(tile.numbers + (v + i) * tile.n_tokens + first, tokens, to + i * LANES);
 }
 
-static void put(const float* tile, long count, long numbers, const OfEntries& call, float* out) {
-  for (long i = 0; i < count; i++, tile += LANES, out += call.stride)
-    if (call.adds) {
-      for (long j = 0; j < numbers; j++) out[j] += tile[j];
-    } else {
-      std::copy_n(tile, numbers, out);
-    }
+// Brings the lines of memory that a tile of products is added to
+static void prefetch(const float* out, long count, long numbers, long stride) {
+  for (long i = 0; i < count; i++, out += stride)
+    for (long j = 0; j < numbers; j += 16) __builtin_prefetch(out + j, 1);
+}
+
+// A tile of products, `numbers` of each of `count` entries, to where they are wanted
+static void put(const float* tile, long count, long numbers, bool adds, long stride, float* out) {
+  for (long i = 0; i < count; i++, tile += LANES, out += stride) {
+    long j = 0;
+    for (; j + WIDTH <= numbers; j += WIDTH)
+      store_anywhere(out + j, adds ? load_anywhere(out + j) + load(tile + j) : load(tile + j));
+    for (; j < numbers; j++) out[j] = adds ? out[j] + tile[j] : tile[j];
+  }
 }
 
 static int multiply_for_entries(const OfEntries& call, int threads) {
@@ -66,7 +73,7 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
     const Room own(ENTRIES * (LANES + n_tokens));
-    float *out = own.memory, *packed = out + ENTRIES * LANES;
+    float *tile = own.memory, *packed = tile + ENTRIES * LANES;
     failed |= own.memory == nullptr;
     pack_tokens(call.tokens, n_tokens, call.size);
 #pragma omp for schedule(monotonic : dynamic)
@@ -76,8 +83,11 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
       if (call.tile.m) weigh(call.tile, v, count);
       pack_rows(numbers, v, count, ROWS * n_tokens, packed);
       for (long p = 0; p < panels; p++) {
-        make_logits(call.tokens, n_tokens, packed, count, p, out);
-        put(out, count, std::min(LANES, call.size - p * LANES), call, call.out + v * call.stride + p * LANES);
+        const long some = std::min(LANES, call.size - p * LANES);
+        float* to = call.out + v * call.stride + p * LANES;
+        if (call.adds) prefetch(to, count, some, call.stride);
+        make_logits(call.tokens, n_tokens, packed, count, p, tile);
+        put(tile, count, some, call.adds, call.stride, to);
       }
     }
   }
