@@ -259,7 +259,7 @@ def _serve(connection: Any, build: Callable[..., Any], args: tuple[Any, ...]) ->
         try:
             method, arguments = connection.recv()
         except EOFError:
-            return
+            os._exit(0)  # nothing is left to save, and taking down an interpreter with torch takes a second
         try:
             subject = subject if subject is not None else build(*args)
             reply = (False, getattr(subject, method)(*arguments))
