@@ -20,5 +20,5 @@ def add_ratios(records: list[Record]) -> None:
         record["least_s"], record["most_s"] = min(seconds), max(seconds)
         for key, base in (("to_bare", fastest_floor(records)), ("to_torch", plain)):
             if base is not None:
-                ratios = [a / b for a, b in zip(seconds, base["seconds"], strict=False)]  # a long call has one round
+                ratios = [a / b for a, b in zip(seconds, base["seconds"], strict=False)]  # far behind: one round
                 record[key], record[f"{key}_spread"] = min(seconds) / min(base["seconds"]), [min(ratios), max(ratios)]
