@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -54,6 +55,26 @@ def test_ratios_are_over_the_fastest_bare_products():
     assert [r["to_bare"] for r in found] == [2.0, 1.0, pytest.approx(1.1), 4.0]
     assert found[2]["to_bare_spread"] == pytest.approx([1.1, 1.2])
     assert found[2]["to_torch"] == pytest.approx(1.1 / 4)
+
+
+def test_one_round_for_methods_whose_calls_are_all_far_from_the_fastest_floor():
+    def record(method, kind, once, *seconds):
+        return {"method": method, "method_kind": kind, "status": "ok", "once_s": once, "seconds": list(seconds)}
+
+    fastest, failed = record("bare GEMMs", "floor", 1.0, 1.1), {"method_kind": "floor", "status": "failed"}
+    slower = record("bare GEMMs, vocabulary slices", "floor", 1.4, 1.3)
+    busy, new_memory = record("A", "peer", 1.2, 9.0), record("B", "peer", 2.0, 1.2)
+    slow, ours, plain = record("C", "peer", 2.0, 1.3), record("logitless", "ours", 9.0), record("torch", "peer", 9.0)
+    records = [fastest, failed, slower, busy, new_memory, slow, ours, plain]
+    assert [r for r in records if r is not failed and run.far_behind(r, records)] == [slower, slow]
+    assert not run.far_behind(slow, [slow])  # which bare products were not run with
+
+
+def test_a_far_method_is_not_started_again(monkeypatch):
+    monkeypatch.setattr(run, "FAR", 0.0)
+    methods = [m for m in peers.METHODS["entropy"] if m.name in ("bare GEMMs", "torch")]
+    records = run.run_case(cases.CASES["entropy"], TINY, methods, rounds=2)
+    assert {r["method"]: len(r["seconds"]) for r in records} == {"bare GEMMs": 1, "torch": 2}
 
 
 def test_a_result_file_is_read_with_todays_floor(records):
@@ -187,6 +208,11 @@ def test_an_allocator_is_preloaded_where_calls_are_timed(tmp_path, monkeypatch):
     assert seen[0] == [os.environ.get("LD_PRELOAD"), os.environ.get("MALLOC_CONF")]
     assert seen[1][0] == str(tmp_path / "allocator.so")
     assert "dirty_decay_ms:-1" in seen[1][1]
+
+
+def test_a_process_starts_without_the_compiler():
+    said = harness.said(sys.executable, "-c", "import sys, bench.run; print('torch._inductor' in sys.modules)")
+    assert said == "False"
 
 
 @pytest.mark.parametrize("keep_memory", [False, True])
