@@ -13,7 +13,6 @@ from bench.ratios import add_ratios, fastest_floor
 
 Record = dict[str, Any]
 COLOURS = {"ours": "#1f6feb", "floor": "#b6bec9", "peer": "#e0a458"}
-COMPILED = ("entropy", "stats", "ppo")  # whose calls take the compiled backend unasked
 CLIP = 4.0  # times the fastest bare GEMMs: bars beyond it are cut, their numbers stay
 
 
@@ -53,7 +52,7 @@ def summary_table(records: list[Record]) -> str:
         best, bare = _best_peer(found), fastest_floor(found)
         floor = "–" if bare is None else f"{bare['least_s']:.2f} s"
         other = f"{best['method']}: {_cell(best)}" if best else "–"
-        ours = _cell(of.get("logitless, compiled" if name in COMPILED else "logitless"))
+        ours = _cell(of.get("logitless, compiled"))
         roomy = _cell(of.get("logitless, compiled, 1 GiB"))
         cells = CASES[name].title, floor, f"**{ours}**", roomy, _cell(of.get("torch")), other
         lines.append(f"| {' | '.join(cells)} |")

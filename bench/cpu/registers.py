@@ -1,9 +1,9 @@
 """Products whose logits are added up in registers, beside torch's: `python -m bench.cpu.registers [--out FILE]`.
 
 Billions of floating point operations a CPU second, which is what one core does of the product, least time of the rounds
-in turn in one process: torch's product in slices that it writes over, in rows and in columns, and whole calls of the
-backend `compiled` for more and more statistics, the last of which stores its logits in columns as well. Behind
-docs/decisions/0051 and 0052.
+in turn in one process: torch's product in slices that it writes over, in rows and in columns; whole calls of the
+backend `compiled` for more and more statistics, the last of which stores its logits in columns as well; and calls with
+gradients, through a head that is frozen and one that is trained. Behind docs/decisions/0051, 0052 and 0053.
 """
 
 import argparse
@@ -39,6 +39,17 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, tuple[int, Callable[[]
     hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) / size**0.5
     labels, head = torch.randint(vocab, (tokens,)), ll.LMHead(weight)
     reference = hidden + 0.1 * torch.randn_like(hidden), head
+    leaf, trained = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+
+    @torch.enable_grad()
+    def frozen() -> tuple[torch.Tensor, ...]:
+        found = ll.token_stats(leaf, head, labels, backend="compiled").logprob
+        return torch.autograd.grad(found, leaf, torch.ones_like(found))
+
+    @torch.enable_grad()
+    def loss() -> tuple[torch.Tensor, ...]:
+        found = ll.linear_cross_entropy(leaf, ll.LMHead(trained), labels, backend="compiled")
+        return torch.autograd.grad(found, [leaf, trained])
 
     def values(want: tuple[str, ...], **options: object) -> Callable[[], object]:
         return lambda: ll.token_stats(hidden, head, labels, want=want, backend="compiled", **options)
@@ -52,6 +63,8 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, tuple[int, Callable[[]
         f"and the best {KEPT}": (1, values(WANT, top_k=KEPT)),
         "log-prob, entropy, KL": (2, values((*WANT[:2], "kl"), reference=reference)),
         "log-prob, entropy, KL, JSD": (2, values((*WANT[:2], "kl", "jsd"), reference=reference)),
+        "log-prob, a frozen head's gradient": (2, frozen),
+        "cross-entropy, gradients": (3, loss),
     }
 
 
@@ -76,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=32_768, help="entries, instead of %(default)s")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=THREADS)
-    parser.add_argument("--whatever", action="store_true", help="on an Intel processor, too, where it is not taken")
+    parser.add_argument("--whatever", action="store_true", help="on an Intel processor, too, where torch is faster")
     parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)

@@ -40,7 +40,7 @@ class Price:
 
     method: str  # "values" | "one-hot" | "basis" | "in-forward" | "recompute" | "kept": over sampling masks
     gemms: int
-    bases: tuple[str, ...] = ()  # the (N, H) buffers of "basis"
+    bases: tuple[str, ...] = ()  # whose products with W accumulate: of "basis", and of a loss that keeps no logits
     materialised: bool = False  # a chunk's slices of logits all stay: token_loss, and a second look at them
     looks_again: bool = False  # a second look makes the products again, which counts among `gemms`
 
@@ -375,7 +375,7 @@ def low_rank_flop(
 
     backward: how many of the two factors get gradients.
     """
-    formed = backward if price.materialised else 0
+    formed = backward if price.materialised else len(price.bases)
     after = {"in-forward": formed, "recompute": backward, "basis": len(price.bases)}.get(price.method, 0)
     own = (price.looks + after) * gemm_flop(n_tokens, rank, vocab_size)
     return own + price.looks * gemm_flop(n_tokens, reference_rank, vocab_size)

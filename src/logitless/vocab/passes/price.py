@@ -52,8 +52,8 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
 def by_registers(call: Call, formed: bool) -> Call:
     """The call of a caller who names no backend, by `compiled` where all it needs is one small library.
 
-    That is one whose logits are added up in registers, and made once: it pays for far fewer of them than what Inductor
-    has to compile. formed: whether a gradient is formed in the forward pass.
+    That is one whose logits are added up in registers, with no gradient, a frozen head's, or one of p alone: it pays
+    for far fewer of them than what Inductor has to compile. formed: whether a gradient is formed in the forward pass.
     """
     hidden = call.inputs.hidden
     if call.options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:

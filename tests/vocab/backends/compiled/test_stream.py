@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from logitless.vocab.backends import logits
-from logitless.vocab.backends.compiled import library, stream
+from logitless.vocab.backends.compiled import backward, library, panels, stream
 from logitless.vocab.call import compiled_support
 from logitless.vocab.passes import price
 from tests.support.allocations import trace_allocations
@@ -406,15 +406,17 @@ def test_backward_of_every_size_is_the_oracle(n, size, streamed):
     assert set(streamed) == {n}
 
 
-def test_bf16_rows_have_gradients_of_fp32_products(streamed):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_rows_have_gradients_of_fp32_products(dtype, streamed):
+    """Each rounded once, to the dtype of what it is the gradient of."""
     ops = problem(50, 24, 1031)
-    rounded, weight = ops.weight.bfloat16().requires_grad_(), ops.weight.bfloat16().double().requires_grad_()
-    hidden, exact = ops.hidden.clone().requires_grad_(), ops.hidden.double().requires_grad_()
-    loss = ll.linear_cross_entropy(hidden, ll.LMHead(rounded), ops.labels, backend="compiled")
-    torch.nn.functional.cross_entropy(exact @ weight.t(), ops.labels).backward()
-    loss.backward()
-    assert_near_in_norm(hidden.grad, exact.grad, 2e-6, "hidden")
-    torch.testing.assert_close(rounded.grad.double(), weight.grad, rtol=1.001 * 2**-8, atol=1e-8)  # rounded once
+    hidden, weight = ops.hidden.to(dtype).requires_grad_(), ops.weight.bfloat16().requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), ops.labels).backward()
+    ll.linear_cross_entropy(hidden, ll.LMHead(weight), ops.labels, backend="compiled").backward()
+    for x, right in zip((hidden, weight), exact, strict=True):
+        half_a_digit = {torch.float32: 2e-6, torch.bfloat16: 1.001 * 2**-8}[x.dtype]
+        torch.testing.assert_close(x.grad.double(), right.grad, rtol=half_a_digit, atol=1e-7)
     assert streamed == [50]
 
 
@@ -586,16 +588,31 @@ def test_another_process_loads_what_this_one_compiled(tmp_path, monkeypatch):
     assert made.suffix == ".so"
 
 
+def gradients(ops):
+    """Of a frozen head and of a trained one."""
+    ops = ops.training("hidden", "weight")
+    frozen = ll.token_stats(
+        ops.hidden, ll.LMHead(ops.weight.detach()), ops.labels, want=("logprob", "entropy"), backend="compiled"
+    )
+    loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="compiled")
+    of_tokens = torch.autograd.grad((frozen.logprob + frozen.entropy).sum(), [ops.hidden])
+    return *of_tokens, *torch.autograd.grad(loss, [ops.hidden, ops.weight])
+
+
 def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streamed):
     """AVX2's, on a processor that has AVX512's, too."""
     ops = problem(50, 40, 1031)
     found = {}
     for kind in ("AVX2", PROCESSOR):
         made = library._library("g++", kind)
-        monkeypatch.setattr(stream, "library", lambda made=made: made)
-        found[kind] = values(ops)
-    for name, x in found["AVX2"].items():
-        assert torch.equal(x, found[PROCESSOR][name]), name
+        for module in (stream, panels, backward):
+            monkeypatch.setattr(module, "library", lambda made=made: made)
+        found[kind] = values(ops), gradients(ops)
+    (narrow, narrow_gradients), (wide, wide_gradients) = found["AVX2"], found[PROCESSOR]
+    for name, x in narrow.items():
+        assert torch.equal(x, wide[name]), name
+    for x, y in zip(narrow_gradients, wide_gradients, strict=True):  # whose vocabulary is in other parts
+        assert_near_in_norm(x, y.double(), 2e-6)
 
 
 ALL = "hidden", "weight"
