@@ -33,8 +33,8 @@ class Method:
 
 
 def shown(name: str) -> str:
-    """A method's name in tables and plots, where plain torch is what logitless is set against."""
-    return "dense" if name == "torch" else name
+    """A method's name in tables and plots, where plain torch is what logitless is set against, by either backend."""
+    return {"torch": "dense", "logitless": "logitless, eager"}.get(name, name)
 
 
 # ---------------------------------------------------------------- floors: matrix products and nothing else

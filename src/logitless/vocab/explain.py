@@ -118,8 +118,7 @@ def explain(
     price, slices = (price, slices_for(call, n)) if by_quack else _planned(call, price, needs, together)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
-    saved_bases = len(price.bases) if price.method == "basis" else 0
-    products = saved_bases * n * (head.hidden_size + rank) * itemsize
+    products = len(price.bases) * (price.method == "basis") * n * (head.hidden_size + rank) * itemsize
     return Explanation(
         price=price,
         backend=call.options.backend,
