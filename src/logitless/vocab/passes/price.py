@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper, price_of
-from ...algebra.stats import bases_of, looks_twice, sums_of
+from ...algebra.stats import looks_twice, sums_of
 from ..backends.base import rounds_weights
 from ..backends.load import load
 from ..call import compiled_support
@@ -41,10 +41,9 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
-    frozen = not (needs.weight or everywhere)
-    if price.method == "in-forward" and frozen and call.options.backend == "compiled":
-        streamed = replace(price, bases=tuple(sorted(bases_of(call.options.want))), materialised=False)
+    if loss and call.options.backend == "compiled":
         # one product for all of backward, as of logits that stay, and these need not
+        streamed = replace(price, bases=stats_price(call, needs).bases, materialised=False)
         return streamed if streamed.bases == ("p",) and load("compiled").adds_up(call, streamed) else price
     return price
 

@@ -480,6 +480,15 @@ def test_the_gradient_through_a_frozen_head_is_the_oracles(wants, more, temperat
     assert streamed[0] == 68
 
 
+@pytest.mark.parametrize("more", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("wants", FROZEN.values(), ids=FROZEN)
+def test_a_loss_through_a_frozen_head_is_the_oracles(wants, more, streamed):
+    for want in wants:
+        for trained in (("hidden", "a"), ("hidden",)):
+            compare_loss(problem(70, 37, 1031, vocab_size=1020, **more).training(*trained), want, backend="compiled")
+    assert set(streamed) == {70}
+
+
 @pytest.mark.parametrize(("n", "h", "v"), SIZES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_size_of_a_frozen_head_is_the_oracle(n, h, v, threads, streamed):
