@@ -14,6 +14,7 @@ from tests.support.switches import put_back
 from tests.support.vocab.comparing import PAIRED, operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
+pytestmark = pytest.mark.usefixtures("in_slices")
 N, H, V = 64, 32, 2048
 TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
 

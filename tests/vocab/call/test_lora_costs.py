@@ -13,6 +13,7 @@ from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, Operands, assert_near_in_norm, operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
+pytestmark = pytest.mark.usefixtures("in_slices")
 N, H, V, R = 96, 48, 8192, 6
 LORA, ALL = ("hidden", "a", "b"), ("hidden", "weight", "bias", "a", "b")
 BUDGETS = [None, 300_000]  # whole logits are 3 MB

@@ -12,7 +12,7 @@ from logitless.vocab.passes import engine
 from tests.support.vocab.comparing import EVERYTHING, Operands, compare, operands
 from tests.support.vocab.measuring import measure
 
-pytestmark = pytest.mark.slow_on("triton")
+pytestmark = [pytest.mark.slow_on("triton"), pytest.mark.usefixtures("in_slices")]
 N, H, V = 96, 48, 4096
 BUDGETS = [None, 300_000]  # whole logits are 1.5 MB
 TRAINABLE, FROZEN = ("hidden", "weight", "bias"), ("hidden",)
