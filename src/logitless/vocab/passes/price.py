@@ -23,13 +23,18 @@ def stats_price(call: Call, needs: Needs) -> Price:
 
 def loss_price(call: Call, needs: Needs) -> Price:
     """What `token_loss` and `linear_cross_entropy` pay."""
-    return _price(call, needs, loss=True)
+    price = _price(call, needs, loss=True)
+    if call.options.backend != "compiled":
+        return price
+    # one product for all of backward, as of logits that stay, and these need not
+    streamed = replace(price, bases=stats_price(call, needs).bases, materialised=False)
+    return streamed if streamed.bases == ("p",) and load("compiled").adds_up(call, streamed) else price
 
 
 def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
     # the adapters' gradients need the logits' gradient at all entries, as a bias does
     everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
-    price = price_of(
+    return price_of(
         call.options.want,
         hidden_grad=needs.hidden,
         weight_grad=needs.weight,
@@ -41,11 +46,6 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
-    if loss and call.options.backend == "compiled":
-        # one product for all of backward, as of logits that stay, and these need not
-        streamed = replace(price, bases=stats_price(call, needs).bases, materialised=False)
-        return streamed if streamed.bases == ("p",) and load("compiled").adds_up(call, streamed) else price
-    return price
 
 
 def by_registers(call: Call, formed: bool) -> Call:

@@ -15,7 +15,7 @@ from ..base import Chunk, Gradients
 from ..base import Tile as Slice
 from ..eager.weights import scale_of, weigh_late
 from ..logits import Factor as RowsAndEntries
-from .library import Factor, Head, OfEntries, OfTokens, Tile, library
+from .library import Factor, Head, OfEntries, OfTokens, Tile, library, run
 from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
 
 ToGradient = Callable[[Chunk, Slice, Totals, Coefficients], Tensor]
@@ -77,7 +77,7 @@ def _put_products(chunk: Chunk, tokens: Tensor, out: Tensor, begins: bool, m: Te
         stride=out.stride(0),
         adds=not begins,
     )
-    _check(library().multiply_entries(ctypes.byref(call), torch.get_num_threads()))
+    run(library().multiply_entries, call)
 
 
 def _multiply_for_tokens(chunk: Chunk, grads: Gradients, scale: Tensor | None) -> None:
@@ -86,7 +86,7 @@ def _multiply_for_tokens(chunk: Chunk, grads: Gradients, scale: Tensor | None) -
     products, streamed = products_of(chunk, ("p",), width)
     head = Head(_entries(chunk.policy.factors), len(chunk.policy.factors))
     call = OfTokens(tile=_tile(chunk), head=head, products=streamed, parts=parts_of(width))
-    _check(library().multiply_tokens(ctypes.byref(call), torch.get_num_threads()))
+    run(library().multiply_tokens, call)
     total = of_tokens(products, width, chunk)["p"]
     for part, (into, _) in zip(total.split(chunk.policy.widths, 1), grads.pairs, strict=False):
         if into is not None:
@@ -106,8 +106,3 @@ def _tile(chunk: Chunk, m: Tensor | None = None) -> Tile:
     """The chunk's stored logits, or what was made of them in their place."""
     z = chunk.materialised[0].z
     return Tile(z.data_ptr(), None if m is None else m.data_ptr(), chunk.n_tokens, chunk.policy.head.rows)
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for a thread's rows of the head")

@@ -78,6 +78,12 @@ def _load(place: Path) -> Any:
     return found
 
 
+def run(function: Any, call: ctypes.Structure) -> None:
+    """One of the library's functions, by all threads. Raises MemoryError."""
+    if function(ctypes.byref(call), torch.get_num_threads()):
+        raise MemoryError("no memory for a thread's rows of the head")
+
+
 _address, _number = ctypes.c_void_p, ctypes.c_int64
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .library import Factor, Head, Streamed, Sums, library
+from .library import Factor, Head, Streamed, Sums, library, run
+from .panels import rounded
 
 TOKENS, SIZE, ENTRIES, WIDTH = 256, 512, 8192, 2048  # of the products that are compared, and of torch's slices
 ROUNDS = 6
@@ -43,8 +44,8 @@ def _ratio(place: Path) -> float:
 
 @torch.no_grad()
 def _measure() -> float:
-    found, threads, names = library(), torch.get_num_threads(), ("m", "rest", "peaks", "t")
-    tokens = -(-TOKENS // found.lanes()) * found.lanes()
+    found, names = library(), ("m", "rest", "peaks", "t")
+    tokens = rounded(TOKENS, found.lanes())
     with torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's
         room = partial(torch.zeros, dtype=torch.float32)
         hidden, weight, slices = room(TOKENS, SIZE), room(ENTRIES, SIZE), room(TOKENS, WIDTH)
@@ -59,14 +60,14 @@ def _measure() -> float:
             torch.mm(hidden, part.t(), out=slices)
 
     def in_registers() -> None:
-        found.accumulate(ctypes.byref(streamed), threads)
+        run(found.accumulate, streamed)
 
     turns = [(_seconds(in_registers), _seconds(by_torch)) for _ in range(ROUNDS)]
     ours, theirs = map(min, zip(*turns[1:], strict=True))  # the first ones make their pages
     return ours / theirs
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(way: Callable[[], None]) -> float:
     begun = time.perf_counter()
-    run()
+    way()
     return time.perf_counter() - begun

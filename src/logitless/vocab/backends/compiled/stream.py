@@ -5,7 +5,6 @@ docs/decisions/0051, 0052
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from ..logits import Projection, multiplies_tiles
 from . import measured
 from .backward import bytes_beside
 from .kernels import is_plain
-from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library
+from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library, run
 from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
@@ -90,9 +89,8 @@ def slices_kept(call: Call, slices_in: Callable[[Call], Slices], formed: bool) -
         return None
     own, each, lanes = _demand(call)
     if formed:
-        own, each = (
-            x + y for x, y in zip((own, each), bytes_beside(call.inputs.width, torch.get_num_threads()), strict=True)
-        )
+        more, more_each = bytes_beside(call.inputs.width, torch.get_num_threads())
+        own, each = own + more, each + more_each
     tokens = slices_in(call).tokens
     beside = own + rounded(tokens, lanes) * each
     if tokens < lanes or beside >= call.budget:
@@ -150,8 +148,7 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
     if keep:
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
-    if found.accumulate(ctypes.byref(streamed), torch.get_num_threads()):
-        raise MemoryError("no memory for a thread's rows of the head")
+    run(found.accumulate, streamed)
     state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
