@@ -32,12 +32,12 @@ SHOWN = {
         "bare GEMMs, vocabulary tiles",
         "bare GEMMs, smaller tiles",
     ),
-    "logitless": ("logitless",),
+    "eager": ("logitless",),
     "compiled": ("logitless, compiled",),
     "dense": ("torch",),
     "chunks": ("F.linear_cross_entropy, chunks of 256",),
 }
-COLOURS = {"bare": "#b6bec9", "logitless": "#1f6feb", "compiled": "#54aeff", "dense": "#d1495b", "chunks": "#e0a458"}
+COLOURS = {"bare": "#b6bec9", "compiled": "#1f6feb", "eager": "#54aeff", "dense": "#d1495b", "chunks": "#e0a458"}
 
 
 def points():

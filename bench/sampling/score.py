@@ -63,9 +63,9 @@ def statistics_of(z: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 class Streamed(Scoring):
-    """The pass."""
+    """The pass, as a call of this size has it unasked: compiled, where that works."""
 
-    backend = "eager"
+    backend: str | None = None
 
     def run(self) -> dict[str, Tensor]:
         import logitless as ll
@@ -76,10 +76,10 @@ class Streamed(Scoring):
         return {"topk_logits": stats.top_k_logits, **{n: getattr(stats, n) for n in NAMES if n != "topk_logits"}}
 
 
-class Compiled(Streamed):
-    """The pass with its element-wise work compiled."""
+class Eager(Streamed):
+    """The pass by torch's own operators."""
 
-    backend = "compiled"
+    backend = "eager"
 
 
 class BareGemm(Scoring):
@@ -131,7 +131,7 @@ SCORE = Part(
     title=f"Scoring: log-prob, rank, entropy, self-certainty, top {KEEP}",
     ways={
         "logitless": Streamed,
-        "logitless, compiled": Compiled,
+        "logitless, eager": Eager,
         "bare GEMM": BareGemm,
         "bare GEMM, vocabulary tiles": TileGemm,
         "dense log_softmax + topk": DenseTopK,
