@@ -3,7 +3,7 @@
 Billions of floating point operations a CPU second, which is what one core does of the product, least time of the rounds
 in turn in one process: torch's product in slices that it writes over, in rows and in columns; whole calls of the
 backend `compiled` for more and more statistics, the last of which stores its logits in columns as well; and calls with
-gradients, through a head that is frozen and one that is trained. Behind docs/decisions/0051, 0052 and 0053.
+gradients, through a head that is frozen and one that is trained. Behind docs/decisions/0051 to 0054.
 """
 
 import argparse
@@ -41,10 +41,13 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, tuple[int, Callable[[]
     reference = hidden + 0.1 * torch.randn_like(hidden), head
     leaf, trained = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
 
-    @torch.enable_grad()
-    def frozen() -> tuple[torch.Tensor, ...]:
-        found = ll.token_stats(leaf, head, labels, backend="compiled").logprob
-        return torch.autograd.grad(found, leaf, torch.ones_like(found))
+    def frozen(*want: str, **options: object) -> Callable[[], object]:
+        @torch.enable_grad()
+        def run() -> tuple[torch.Tensor, ...]:
+            found = ll.token_stats(leaf, head, labels, want=want, backend="compiled", **options)
+            return torch.autograd.grad(sum(getattr(found, name) for name in want).sum(), leaf)
+
+        return run
 
     @torch.enable_grad()
     def loss() -> tuple[torch.Tensor, ...]:
@@ -63,7 +66,9 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, tuple[int, Callable[[]
         f"and the best {KEPT}": (1, values(WANT, top_k=KEPT)),
         "log-prob, entropy, KL": (2, values((*WANT[:2], "kl"), reference=reference)),
         "log-prob, entropy, KL, JSD": (2, values((*WANT[:2], "kl", "jsd"), reference=reference)),
-        "log-prob, a frozen head's gradient": (2, frozen),
+        "log-prob, a frozen head's gradient": (2, frozen("logprob")),
+        "and Σp², a frozen head's gradient": (3, frozen("logprob", "sum_sq_prob")),
+        "and KL, a frozen head's gradient": (4, frozen("logprob", "kl", reference=reference)),
         "cross-entropy, gradients": (3, loss),
     }
 

@@ -95,11 +95,15 @@ def with_impossible(ops, *parts):
     return ops
 
 
-@pytest.mark.parametrize(
-    ("own", "others"),
-    [(slice(0, 0), slice(3, 9)), (slice(3, 9), slice(3, 9)), (slice(3, 9), slice(0, 0)), (slice(3, 9), slice(7, 1000))],
-    ids=["the reference's", "both's", "the policy's", "overlapping"],
-)
+IMPOSSIBLE = {
+    "the reference's": (slice(0, 0), slice(3, 9)),
+    "both's": (slice(3, 9), slice(3, 9)),
+    "the policy's": (slice(3, 9), slice(0, 0)),
+    "overlapping": (slice(3, 9), slice(7, 1000)),
+}
+
+
+@pytest.mark.parametrize(("own", "others"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_impossible_entries(own, others, streamed):
     """Infinite KLs where one head alone has an entry, at labels and elsewhere."""
     ops = with_impossible(problem(33, 9, 1031, bias=True, reference=True), own, others)
@@ -464,7 +468,15 @@ FROZEN = {
     "a log-prob's": (("logprob",), ("logprob", "rank", "self_certainty")),
     "of p": (("logprob", "logsumexp"), ("logsumexp", "mean_logit", "max_logit")),
     "an entropy's": (("logprob", "entropy"), ("entropy", "self_certainty", "rank")),
+    "of squares": (("sum_sq_prob",), ("logprob", "sum_sq_prob", "max_logit")),
+    "a KL's": (("logprob", "kl"), ("kl", "self_certainty")),
+    "a reverse KL's": (("logprob", "reverse_kl"), ("reverse_kl", "mean_logit")),
 }
+
+
+def frozen_head(want, n, h, v, **more):
+    """A problem whose tokens alone are trained, with a reference where a statistic needs one."""
+    return problem(n, h, v, reference=any("kl" in name for name in want), **more).training("hidden", "a")
 
 
 @pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.3, 3.0, 70)], ids=["1", "tensor"])
@@ -472,9 +484,8 @@ FROZEN = {
 @pytest.mark.parametrize("wants", FROZEN.values(), ids=FROZEN)
 def test_the_gradient_through_a_frozen_head_is_the_oracles(wants, more, temperature, streamed):
     """Its products with the weights add up beside the sums."""
-    tokens = "hidden", "a"  # an adapter's first factor has a gradient by token, too
     for want, v in zip(wants, (1031, 9000), strict=True):  # parts of several blocks
-        ops = problem(70, 37, v, scale=0.8, vocab_size=v - 11, **more).training(*tokens)
+        ops = frozen_head(want, 70, 37, v, scale=0.8, vocab_size=v - 11, **more)
         ops.labels[[3, 40]] = -100
         compare(ops, want, backend="compiled", temperature=temperature)
     assert streamed[0] == 68
@@ -484,8 +495,9 @@ def test_the_gradient_through_a_frozen_head_is_the_oracles(wants, more, temperat
 @pytest.mark.parametrize("wants", FROZEN.values(), ids=FROZEN)
 def test_a_loss_through_a_frozen_head_is_the_oracles(wants, more, streamed):
     for want in wants:
+        ops = frozen_head(want, 70, 37, 1031, vocab_size=1020, **more)
         for trained in (("hidden", "a"), ("hidden",)):
-            compare_loss(problem(70, 37, 1031, vocab_size=1020, **more).training(*trained), want, backend="compiled")
+            compare_loss(ops.training(*trained), want, backend="compiled")
     assert set(streamed) == {70}
 
 
@@ -495,8 +507,9 @@ def test_every_size_of_a_frozen_head_is_the_oracle(n, h, v, threads, streamed):
     with put_back():
         torch.set_num_threads(threads)
         compare(problem(n, h, v).training("hidden"), ("logprob", "entropy", "rank"), backend="compiled")
+        compare(problem(n, h, v, reference=True).training("hidden"), ("logprob", "kl"), backend="compiled")
         compare_loss(problem(n, h, v).training("hidden"), ("logprob", "self_certainty"), backend="compiled")
-    assert streamed == [n, n]
+    assert streamed == [n, n, n]
 
 
 @pytest.mark.parametrize("budget", [None, 1_400_000, 900_000])
@@ -522,19 +535,25 @@ def test_a_loss_of_a_frozen_head_keeps_no_logits(budget, streamed, monkeypatch):
     assert held <= told.buffer_bytes <= min(budget or 1 << 28, 200 * 30_000 * 4 / 10)
 
 
+SECOND = ("entropy", "sum_sq_prob", "kl", "reverse_kl")  # statistics, each with a basis of its own beside p
+
+
+@pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("sure", [20.0, 1e4])
-def test_a_frozen_heads_products_follow_a_rising_maximum(sure, streamed):
+def test_a_frozen_heads_products_follow_a_rising_maximum(sure, second, streamed):
     """Logits that rise from block to block, so that what was added up before has to be moved each time."""
-    ops = problem(40, 8, 20_000).training("hidden")
-    ops.weight[:] = torch.linspace(-sure, sure, 20_000)[:, None] * torch.tensor([1.0] + 7 * [0.0])
-    ops.weight[:, 1:] = torch.randn(20_000, 7)
-    ops.hidden.data[:, 0] = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    ops = frozen_head((second,), 40, 8, 20_000)
+    for one in (ops, ops.ref)[: 1 + ("kl" in second)]:
+        one.weight[:, 0] = torch.linspace(-sure, sure, 20_000)
+        one.weight[:, 1:] = torch.randn_like(one.weight[:, 1:])
+        one.hidden.data[:, 0] = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
     exact = ops.to(torch.float64)
     up = torch.randn(40, 2)
 
     def gradient(of, backend):
-        found = ll.token_stats(of.hidden, of.head, of.labels, want=("logprob", "entropy"), backend=backend)
-        sum_of = (torch.stack([found.logprob, found.entropy], -1) * up).sum()
+        given = {"want": ("logprob", second), "reference": of.reference, "backend": backend}
+        found = ll.token_stats(of.hidden, of.head, of.labels, **given)
+        sum_of = (torch.stack([found.logprob, getattr(found, second)], -1) * up).sum()
         return torch.autograd.grad(sum_of, [of.hidden])[0].double()
 
     expected, sliced, got = gradient(exact, "eager"), gradient(ops, "eager"), gradient(ops, "compiled")
@@ -543,13 +562,47 @@ def test_a_frozen_heads_products_follow_a_rising_maximum(sure, streamed):
     assert streamed == [40]
 
 
-def test_a_frozen_heads_gradient_has_the_same_bits_for_any_number_of_threads(streamed):
-    ops, found = problem(300, 40, 20_000).training("hidden"), []
+def gradient_of_kls(of, backend, finite):
+    """Through a frozen head, of a KL and a reverse KL; finite: of those that are."""
+    given = {"reference": of.reference, "backend": backend}
+    for name in KL:
+        found = getattr(ll.token_stats(of.hidden, of.head, of.labels, want=(name,), **given), name)
+        yield torch.autograd.grad(found[found.isfinite()].sum() if finite else found.sum(), [of.hidden])[0].double()
+
+
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "all"])
+@pytest.mark.parametrize(("own", "others"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_frozen_heads_gradient_beside_impossible_entries(own, others, finite, streamed):
+    """Those of an infinite KL are none; nothing of them is in others."""
+    ops = with_impossible(problem(33, 9, 1031, bias=True, reference=True), own, others).training("hidden")
+    kinds = gradient_of_kls(ops.to(torch.float64), "eager", finite), gradient_of_kls(ops, "compiled", finite)
+    for right, got in zip(*kinds, strict=True):
+        torch.testing.assert_close(got, right, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert streamed == [33, 33]
+
+
+@pytest.mark.parametrize("low", [1000, 5000], ids=["in a part of the vocabulary", "between parts"])
+def test_an_infinite_difference_is_forgotten_with_its_weight(low, streamed):
+    """A reference's impossible entries that come first, and weigh nothing beside a maximum that comes later."""
+    ops = problem(33, 9, 20_000, bias=True, reference=True).training("hidden")
+    ops.bias[:low] -= 1000.0
+    ops = with_impossible(ops, slice(0, 0), slice(0, low // 2))
+    kinds = gradient_of_kls(ops.to(torch.float64), "eager", False), gradient_of_kls(ops, "compiled", False)
+    for right, got in zip(*kinds, strict=True):
+        assert right.isfinite().all()
+        assert_near_in_norm(got, right, 2e-5)
+    assert streamed == [33, 33]
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_a_frozen_heads_gradient_has_the_same_bits_for_any_number_of_threads(second, streamed):
+    ops, found = frozen_head((second,), 300, 40, 20_000), []
+    given = {"want": ("logprob", second), "reference": ops.reference, "backend": "compiled"}
     with put_back():
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "entropy"), backend="compiled")
-            (gradient,) = torch.autograd.grad((stats.logprob + stats.entropy).sum(), [ops.hidden])
+            stats = ll.token_stats(ops.hidden, ops.head, ops.labels, **given)
+            (gradient,) = torch.autograd.grad((stats.logprob + getattr(stats, second)).sum(), [ops.hidden])
             found.append(gradient)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -634,7 +687,7 @@ KINDS = {
     "a graph": ({}, ("logprob",), False, ALL, True),  # whose backward makes logits again
     "a graph of entropy": ({}, ("logprob", "entropy"), False, ALL, False),
     "a graph of a frozen head": ({}, ("logprob", "entropy"), False, ("hidden",), True),
-    "a frozen head's KL": ({"reference": True}, ("kl",), False, ("hidden",), False),
+    "a frozen head's KL": ({"reference": True}, ("kl",), False, ("hidden",), True),
     "a loss of a frozen head": ({}, ("logprob", "mean_logit"), True, ("hidden",), True),
 }
 

@@ -164,7 +164,7 @@ class CompiledBackend(EagerBackend):
 
     def adds_up(self, call: Call, price: Price) -> bool:
         of_p = price.bases or p_alone(call)
-        return bool(of_p or price.method in SUMMED) and stream.takes(call, price.bases)
+        return bool(of_p or price.method in SUMMED) and stream.takes(call)
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         if chunk.slices.in_products:

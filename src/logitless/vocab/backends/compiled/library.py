@@ -121,10 +121,13 @@ class Sums(ctypes.Structure):
     _fields_ = tuple((name, _address) for name in SUMS + REFERENCE_SUMS)
 
 
+BASES = ("plogp", "p2", "pD", "q")  # of which one may accumulate beside p
+
+
 class Products(ctypes.Structure):
     """As in cpp/products.h."""
 
-    _fields_ = (("p", _address), ("plogp", _address), ("width", _number))
+    _fields_ = (("p", _address), ("second", _address), ("basis", _number), ("width", _number))
 
 
 class Tile(ctypes.Structure):

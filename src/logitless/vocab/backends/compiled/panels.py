@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....algebra.online_softmax import Accumulation
 from ..base import Chunk
 from ..eager.formulas import Moves
-from .library import Products, library
+from .library import BASES, Products, library
 
 TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more
 
@@ -40,15 +41,26 @@ def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[
     rows = rounded(numbers, found.rows())
     shape = parts_of(width) * width // found.lanes(), rows * found.lanes()
     out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
-    return out, Products(width=numbers, **{basis: x.data_ptr() for basis, x in out.items()})
+    streamed = Products(p=out["p"].data_ptr(), width=numbers)
+    for basis in out.keys() - {"p"}:
+        streamed.second, streamed.basis = out[basis].data_ptr(), BASES.index(basis)
+    return out, streamed
 
 
-def of_tokens(products: dict[str, Tensor], width: int, chunk: Chunk, m: Tensor | None = None) -> dict[str, Tensor]:
-    """The products of a chunk's tokens, (C, H + R), of those of all parts; m: the parts' maxima, (parts, width)."""
+def moves_of(parts: Accumulation, whole: Accumulation) -> Moves:
+    """What brings each part's products together; the fields are (parts, width), and (width,) of the whole."""
+    step = (parts.m - whole.m).view(-1)
+    if whole.shift is None:
+        return Moves(torch.exp(step), step)
+    grow_ref = torch.exp(parts.m_ref - whole.m_ref).view(-1)
+    return Moves(torch.exp(step), step, grow_ref, (parts.shift - whole.shift).view(-1))
+
+
+def of_tokens(products: dict[str, Tensor], width: int, chunk: Chunk, moves: Moves | None = None) -> dict[str, Tensor]:
+    """The products of a chunk's tokens, (C, H + R), of those of all parts, which the moves bring together."""
     parts = parts_of(width)
     rows = {basis: x.transpose(1, 2).reshape(parts * width, -1) for basis, x in products.items()}
-    if m is not None and rows:
-        step = (m - m.amax(0)).view(-1)
-        Moves(torch.exp(step), step).apply(rows, infinite=False)
+    if moves is not None:
+        moves.apply(rows, chunk.may_be_infinite)
     numbers = chunk.inputs.width
     return {basis: x.view(parts, width, -1).sum(0)[: chunk.n_tokens, :numbers] for basis, x in rows.items()}

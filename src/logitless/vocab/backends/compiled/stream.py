@@ -25,24 +25,21 @@ from . import measured
 from .backward import bytes_beside
 from .kernels import is_plain
 from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library, run
-from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
+from .panels import moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
-MULTIPLIED = frozenset({"p", "plogp"})  # bases of the gradient whose products with a frozen head it adds up
 AFTERWARDS = frozenset(SECOND_LOOK)  # those of logits that stay
 FEW = 32  # tokens, of fewer a product in slices takes as long
 BESIDE = 3  # numbers a token: its label's logit, and both heads' outer factors
 
 
-def takes(call: Call, bases: tuple[str, ...] = (), kept: bool = False) -> bool:
+def takes(call: Call, kept: bool = False) -> bool:
     """Whether it computes a call's values, of heads whose rows are fp32 or bf16.
 
-    bases: those whose products with a frozen head it is to add up; kept: whether logits stay, for a second look, too.
+    kept: whether logits stay, for a second look, too.
     On a processor of Intel, whose own library torch multiplies by, only where it was measured to be faster.
     """
     i, sums = call.inputs, sums_of(call.options.want)
-    if not MULTIPLIED.issuperset(bases):
-        return False
     if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
         return False
     if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= (FOUND | AFTERWARDS if kept else FOUND):
@@ -68,9 +65,9 @@ def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None)
 def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | None:
     """The chunks of a call that it takes; None of others, and where the budget has no room for a few tokens.
 
-    bases: as `accumulate` takes them.
+    bases: of the gradient, whose products with a frozen head accumulate.
     """
-    if not takes(call, bases):
+    if not takes(call):
         return None
     own, each, lanes = _demand(call, len(bases))
     most = min(STREAM_TOKENS["cpu"], (call.budget - own) // each // lanes * lanes)
@@ -149,11 +146,13 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
     run(found.accumulate, streamed)
-    state = _merged({name: x[:, :n_tokens] for name, x in sums.items()})
+    whole = _merged(sums)
+    state = Accumulation(**{name: x[:n_tokens] for name, x in whole.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
     zsum = sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None
-    return Partial(state, partial(normalised, of_tokens(products, width, chunk, sums["m"]), state), zsum, topk)
+    moves = moves_of(_parts(sums), whole) if products else None
+    return Partial(state, partial(normalised, of_tokens(products, width, chunk, moves), state), zsum, topk)
 
 
 class _Held(list[object]):
@@ -222,9 +221,13 @@ def _keep(chunk: Chunk) -> tuple[int, int | None]:
     return z.data_ptr(), None if z_ref is None else z_ref.data_ptr()
 
 
+def _parts(sums: dict[str, Tensor]) -> Accumulation:
+    return Accumulation(**{name: x for name, x in sums.items() if name not in ("peaks", "zsum")})
+
+
 def _merged(sums: dict[str, Tensor]) -> Accumulation:
-    """What the parts of the vocabulary, (parts, C) each, amount to."""
-    named = {name: x for name, x in sums.items() if name not in ("peaks", "zsum")}
+    """What the parts of the vocabulary, (parts, width) each, amount to."""
+    named = dict(_parts(sums).items())
     if "above" in named:
         named["above"] = named["above"].long()
     while len(named["m"]) > 1:

@@ -2,33 +2,44 @@
 #pragma once
 #include "product.h"
 
+// What an entry weighs beside w = e^(z - m): w·(z - m), w², w·(z - y - shift), or e^(y - m_ref), y the reference's logit
+enum Basis : int64_t { PLOGP, P2, PD, Q };
+
 // Sums for each token and number of a row; null where there are none
 struct Products {
-  float *p, *plogp;  // [panels][rows][LANES]: of weights e^(z - m), and, or null, of these times z - m
-  int64_t width;     // numbers of a row, of the head's first factors: a bias is none of them
+  float *p, *second;  // [panels][rows][LANES]: of weights w, and of those of the second basis
+  Basis basis;
+  int64_t width;  // numbers of a row, of the head's first factors: a bias is none of them
   long rows() const { return (width + ROWS - 1) / ROWS * ROWS; }
-  Products of(long offset) const { return {p ? p + offset : p, plogp ? plogp + offset : plogp, width}; }
+  Products of(long offset) const { return {p ? p + offset : p, second ? second + offset : second, basis, width}; }
 };
 
-// A tile's weights for its products, and what brings the products before it to the new maxima
+// A tile's weights for its products, and what brings the products before it to what weights are relative to now
 struct Weights {
-  float *p, *plogp;    // [ENTRIES][LANES]; null where there are none
-  float *grow, *step;  // [LANES]: e^(m before - m), m before - m
-  const float* outer;  // as a Head's: the weights are times the softcap's derivative
+  float *p, *second;  // [ENTRIES][LANES]; null where there are none
+  Basis basis;
+  float *grow, *scale, *shift;  // [LANES]: of p, before: grow·p; of the second: scale·(second + shift·p)
+  const float* outer;           // as a Head's: the weights are times the softcap's derivative
   Weights of(long lane) const {
     if (!p) return *this;
-    return {p + lane, plogp ? plogp + lane : plogp, grow + lane, step + lane, outer ? outer + lane : outer};
+    float* const other = second ? second + lane : second;
+    return {p + lane, other, basis, grow + lane, scale + lane, shift + lane, outer ? outer + lane : outer};
+  }
+  bool has(Basis x) const { return second && basis == x; }
+  void bring(Vector s, Vector x) const { store(scale, s), store(shift, x); }
+  // A weight of the capped logit z as one of the logit before the cap
+  Vector through(Vector weight, Vector z) const {
+    if (!outer) return weight;
+    const Vector share = larger(all(-1.f), z / load(outer));  // of all that the softcap lets through
+    return weight * fma(all(0.f) - share, share, all(1.f));
   }
 };
 
-// The weights of an entry: of its logits z, w = e^d and d = z - m
+// The policy's weights of an entry: of its logits z, w = e^d and d = z - m
 static inline void weigh(const Weights& weights, long at, Vector z, Vector w, Vector d) {
-  if (weights.outer) {
-    const Vector share = larger(all(-1.f), z / load(weights.outer));  // of all that the softcap lets through
-    w = w * fma(all(0.f) - share, share, all(1.f));
-  }
-  store(weights.p + at, w);
-  if (weights.plogp) store(weights.plogp + at, w * d);
+  store(weights.p + at, weights.through(w, z));
+  if (weights.has(PLOGP)) store(weights.second + at, weights.through(w * d, z));
+  if (weights.has(P2)) store(weights.second + at, weights.through(w * w, z));
 }
 
 // The first `width` numbers of `count` rows of a head from v on, as panels [rows / ROWS][ENTRIES][ROWS]
@@ -51,14 +62,15 @@ static void pack_numbers(const Head& head, long width, long v, long count, float
   }
 }
 
-// Brings the products of a panel of tokens to the maxima of a tile
-static void move_products(const Weights& weights, long rows, float* p, float* plogp) {
+// Brings the products of a panel of tokens to what a tile's weights are relative to
+static void move_products(const Weights& weights, long rows, float* p, float* second) {
+  const Vector zero = all(0.f), one = all(1.f);
   for (long j = 0; j < LANES; j += WIDTH) {
-    const Vector grow = load(weights.grow + j), step = load(weights.step + j);
-    if (!not_at_most(all(0.f), step)) continue;
+    const Vector grow = load(weights.grow + j), scale = load(weights.scale + j), shift = load(weights.shift + j);
+    if (!(not_at_most(one, grow) | not_at_most(one, scale) | not_at_most(absolute(shift), zero))) continue;
     for (long i = j; i < rows * LANES; i += LANES) {
       const Vector before = load(p + i);
-      if (plogp) store(plogp + i, grow * fma(step, before, load(plogp + i)));
+      if (second) store(second + i, times(scale, fma(shift, before, load(second + i))));
       store(p + i, grow * before);
     }
   }

@@ -23,10 +23,11 @@ struct Call {
   int64_t* best_entries;  // [tokens][k]
 };
 
-// A thread's rows of both heads, packed, and a tile of logits of each; for products the rows packed the other way round
+// A thread's rows of both heads, packed, and a tile of logits of each; for products the rows packed the other way round,
+// and what moves those before
 struct Own {
   long size, ref_size, rows;
-  Room room{ENTRIES * (2 * LANES + size + ref_size + rows) + 2 * LANES};
+  Room room{ENTRIES * (2 * LANES + size + ref_size + rows) + 3 * LANES};
   float *logits = room.memory, *ref_logits = logits + ENTRIES * LANES;
   float *entries = ref_logits + ENTRIES * LANES, *ref_entries = entries + ENTRIES * size;
   float *transposed = ref_entries + ENTRIES * ref_size, *moves = transposed + ENTRIES * rows;
@@ -69,7 +70,8 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
   Weights weights{};
   if (own.rows) {  // over the logits, which have been read by then
-    weights = {own.logits, products.plogp ? own.ref_logits : nullptr, own.moves, own.moves + LANES, nullptr};
+    weights = {own.logits, products.second ? own.ref_logits : nullptr, products.basis};
+    weights.grow = own.moves, weights.scale = own.moves + LANES, weights.shift = own.moves + 2 * LANES;
     if (call.head.outer) weights.outer = call.head.outer + panel * LANES;
   }
   make_logits(call.head, own.size, own.entries, count, panel, own.logits);
@@ -92,10 +94,10 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
   }
   if (!own.rows) return;
   const long at = panel * own.rows * LANES;
-  float *p = products.p + at, *plogp = products.plogp ? products.plogp + at : nullptr;
-  move_products(weights, own.rows, p, plogp);
+  float *p = products.p + at, *second = products.second ? products.second + at : nullptr;
+  move_products(weights, own.rows, p, second);
   add_products(own.transposed, weights.p, count, own.rows, p);
-  if (plogp) add_products(own.transposed, weights.plogp, count, own.rows, plogp);
+  if (second) add_products(own.transposed, weights.second, count, own.rows, second);
 }
 
 extern "C" {
@@ -114,7 +116,7 @@ int accumulate(const Call* given, int threads) {
   const long parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
   int failed = 0;
   clear(call.sums, parts * width);
-  for (float* sums : {call.products.p, call.products.plogp})
+  for (float* sums : {call.products.p, call.products.second})
     if (sums) std::fill_n(sums, parts * width * rows, 0.f);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {

@@ -36,9 +36,6 @@ static void add_logits(const float* logits, long count, float* zsum) {
   store(zsum, sum);
 }
 
-// 0·x is 0, also of an infinite x
-static inline Vector times(Vector factor, Vector x) { return if_equal(factor, all(0.f), factor, factor * x); }
-
 // What brings sums before a tile to its maximum
 struct Step {
   Vector step, grow, weights;  // m before - m; e^step; Σw before, relative to m before
@@ -54,8 +51,8 @@ static Vector moved_b(Vector b, const Step& policy, Vector m, Vector shift, Vect
   return if_greater(b, policy.weights * all(-.5f), x, far);
 }
 
-// The sums of a KL with `count` rows of WIDTH tokens of both heads' logits, `m` the policy's new maxima
-static void add_reference(const float* logits, const float* ref, long count, Vector m, const Step& policy, const Sums& sums) {
+// The sums of a KL with `count` rows of WIDTH tokens of both heads' logits, `m` the policy's new maxima; weights: as `add`'s
+static void add_reference(const float* logits, const float* ref, long count, Vector m, const Step& policy, const Sums& sums, const Weights& weights) {
   const Vector zero = all(0.f), mask = all(MASK);
   const Vector m_ref_before = load(sums.m_ref), shift_before = load(sums.shift), s_ref_before = load(sums.s_ref);
   Vector m_ref = m_ref_before, near = load(sums.near), shift = shift_before;
@@ -70,12 +67,17 @@ static void add_reference(const float* logits, const float* ref, long count, Vec
     const Vector z = load(logits + i * LANES), y = load(ref + i * LANES);
     const Vector w = exponential(larger(mask, z) - m), w_ref = exponential(larger(mask, y) - m_ref);
     const Vector gap = if_greater(larger(z, y), mask, y - z + shift, zero);  // 0 where both are masked
+    const Vector behind = times(w, gap);
     s_ref = s_ref + w_ref;
-    a = a - times(w, gap);
+    a = a - behind;
     b = fma(w, expm1(gap), b);
     if (sums.a_ref) a_ref = a_ref - times(w_ref, gap);
+    if (weights.has(PD)) store(weights.second + i * LANES, weights.through(zero - behind, z));
+    if (weights.has(Q)) store(weights.second + i * LANES, weights.through(w_ref, z));
   }
   const Vector grow_ref = exponential(m_ref_before - m_ref), shift_step = shift_before - shift;
+  if (weights.has(PD)) weights.bring(policy.grow, shift_step);
+  if (weights.has(Q)) weights.bring(grow_ref, zero);
   store(sums.a, times(policy.grow, fma(policy.weights, shift_step, load(sums.a))) + a);
   store(sums.b, moved_b(load(sums.b), policy, m, shift, shift_step, s_ref_before, m_ref_before) + b);
   if (sums.a_ref) store(sums.a_ref, times(grow_ref, fma(s_ref_before, shift_step, load(sums.a_ref))) + a_ref);
@@ -84,15 +86,19 @@ static void add_reference(const float* logits, const float* ref, long count, Vec
 }
 
 // Adds `count` rows of logits of WIDTH tokens to their sums; label: the logits above which entries are counted, or null;
-// ref: the reference's logits, or null; weights: where those of products go, over the logits, p null where there are none
+// ref: the reference's logits, or null; weights: where those of products go, over both heads' logits, p null where there
+// are none
 static void add(const float* logits, const float* ref, long count, const float* label, const Sums& sums, const Weights& weights) {
   const Vector one = all(1.f), zero = all(0.f), mask = all(MASK), before = load(sums.m);
   Vector m = before;
   for (long i = 0; i < count; i++) m = larger(m, load(logits + i * LANES));
   const Vector step = before - m, own = load(sums.rest), own_peaks = load(sums.peaks);
   const Step policy{step, exponential(step), own + own_peaks};
-  if (ref) add_reference(logits, ref, count, m, policy, sums);
-  if (weights.p) store(weights.grow, policy.grow), store(weights.step, step);
+  if (weights.p) {
+    store(weights.grow, policy.grow);
+    weights.bring(weights.has(P2) ? policy.grow * policy.grow : policy.grow, weights.has(PLOGP) ? step : zero);
+  }
+  if (ref) add_reference(logits, ref, count, m, policy, sums, weights);
   Vector rest = zero, t = zero, r = zero, peaks = zero, above = zero;
   const Vector least = label ? larger(mask, load(label)) : zero;
   for (long i = 0; i < count; i++) {

@@ -79,6 +79,9 @@ static inline Vector expm1(Vector x) {
   return fma(times_power(one, n), y, times_power(one, n) - one);
 }
 
+// 0·x is 0, also of an infinite x
+static inline Vector times(Vector factor, Vector x) { return if_equal(factor, all(0.f), factor, factor * x); }
+
 static inline Vector absolute(Vector x) { return larger(x, all(0.f) - x); }
 
 static inline Vector tanh(Vector x) {
