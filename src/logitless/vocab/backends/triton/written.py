@@ -183,4 +183,4 @@ def label_coefficients(coefficient: dict[str, Tensor], totals: Totals, beta: flo
     read = ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio", "m_ref", "log_s_ref")
     numbers = {name: x for name, x in totals.items() if name in read}
     inputs = {f"t_{name}": x for name, x in numbers.items()} | coefficient
-    return label_coefficient_kernel(tuple(coefficient), tuple(numbers), beta)(inputs)["coefficient"]
+    return label_coefficient_kernel(tuple(sorted(coefficient)), tuple(numbers), beta)(inputs)["coefficient"]
