@@ -146,12 +146,13 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
         streamed.kept, streamed.ref_kept = _keep(chunk)
     topk = _find_best(streamed, chunk, width, held) if chunk.top_k else None
     run(found.accumulate, streamed)
-    whole = _merged(sums)
+    of_parts = Accumulation(**{name: x for name, x in sums.items() if name not in ("peaks", "zsum")})
+    whole = _merged(of_parts)
     state = Accumulation(**{name: x[:n_tokens] for name, x in whole.items()})
     for tile in chunk.materialised if keep == "weights" else []:
         tile.m, tile.late = state.m, True
     zsum = sums["zsum"][:, :n_tokens].sum(0) if "zsum" in sums else None
-    moves = moves_of(_parts(sums), whole) if products else None
+    moves = moves_of(of_parts, whole) if products else None
     return Partial(state, partial(normalised, of_tokens(products, width, chunk, moves), state), zsum, topk)
 
 
@@ -221,13 +222,9 @@ def _keep(chunk: Chunk) -> tuple[int, int | None]:
     return z.data_ptr(), None if z_ref is None else z_ref.data_ptr()
 
 
-def _parts(sums: dict[str, Tensor]) -> Accumulation:
-    return Accumulation(**{name: x for name, x in sums.items() if name not in ("peaks", "zsum")})
-
-
-def _merged(sums: dict[str, Tensor]) -> Accumulation:
+def _merged(parts: Accumulation) -> Accumulation:
     """What the parts of the vocabulary, (parts, width) each, amount to."""
-    named = dict(_parts(sums).items())
+    named = dict(parts.items())
     if "above" in named:
         named["above"] = named["above"].long()
     while len(named["m"]) > 1:
