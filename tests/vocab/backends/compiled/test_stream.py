@@ -157,6 +157,7 @@ FIRST = {  # (z, z') of entries of the first block; b and d0: see algebra/online
     "d0 far above, b infinite": [(-40.0, -240.0), (-120.0, -170.0)],
     "a maximum far below, b infinite": [(-70.0, -129.0), (-130.0, -71.0)],
     "b without digits": [(-40.0, -500.0), (-57.0, 1.5)],
+    "d0 above, b large": [(-3.0, -23.0), (-30.0, -1.0)],
 }
 
 

@@ -44,7 +44,7 @@ struct Step {
 // `moved_b` of algebra/online_softmax.py; s_ref, m_ref: those before the tile
 static Vector moved_b(Vector b, const Step& policy, Vector m, Vector shift, Vector shift_step, Vector s_ref, Vector m_ref) {
   const Vector zero = all(0.f), back = smaller(all(FAR), larger(all(-FAR), zero - shift_step));
-  const Vector more = expm1(back), near = policy.grow * fma(b, more + all(1.f), policy.weights * more);
+  const Vector near = policy.grow * fma(b, exponential(back), policy.weights * expm1(back));
   const Vector far = s_ref * exponential(smaller(all(150.f), (m_ref - m) + shift)) - policy.weights * policy.grow;
   Vector x = if_greater(all(FAR), absolute(shift_step), near, far);
   x = if_greater(policy.step, all(-FAR), x, far);
