@@ -23,12 +23,8 @@ from logitless.vocab.backends.eager.topk import BLOCK, TopK
 STRETCHES = (0, 1, 8, 32, 64, 128, 256)  # slices
 
 
-class Alone(Scoring):
+class Alone(Streamed):
     """The same statistics without the best entries."""
-
-    def __init__(self, size: str, backend: str) -> None:
-        super().__init__(size)
-        self.backend = backend
 
     def run(self) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -36,22 +32,14 @@ class Alone(Scoring):
         return {name: getattr(stats, name) for name in WANT}
 
 
-class WithTheBest(Streamed):
-    """The same statistics with the best entries."""
-
-    def __init__(self, size: str, backend: str) -> None:
-        super().__init__(size)
-        self.backend = backend
-
-
 def whole_calls(size: str, rounds: int) -> list[dict]:
     """Least and median seconds of each way, and the least over the fastest bare product's."""
     ways = {
         "bare GEMM, vocabulary tiles": TileGemm(size),
         "logitless, compiled": Alone(size, "compiled"),
-        f"logitless, compiled, top {KEEP}": WithTheBest(size, "compiled"),
+        f"logitless, compiled, top {KEEP}": Streamed(size, "compiled"),
         "logitless, eager": Alone(size, "eager"),
-        f"logitless, eager, top {KEEP}": WithTheBest(size, "eager"),
+        f"logitless, eager, top {KEEP}": Streamed(size, "eager"),
     }
     turns = in_turns({name: way.run for name, way in ways.items()}, rounds)
     floor = least(turns["bare GEMM, vocabulary tiles"], "wall")

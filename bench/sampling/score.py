@@ -1,7 +1,7 @@
 """The part `score`: every statistic of `logitless score`, against dense logits and the bare GEMM."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,9 @@ def statistics_of(z: Tensor, labels: Tensor) -> dict[str, Tensor]:
     }
 
 
+@dataclass
 class Streamed(Scoring):
-    """The pass, as a call of this size has it unasked: compiled, where that works."""
+    """The pass by a backend, or as a call of this size has it unasked: compiled, where that works."""
 
     backend: str | None = None
 
@@ -74,12 +75,6 @@ class Streamed(Scoring):
             options = {"want": WANT, "top_k": KEEP, "backend": self.backend}
             stats = ll.token_stats(self.hidden, ll.LMHead(self.weight), self.labels, **options)
         return {"topk_logits": stats.top_k_logits, **{n: getattr(stats, n) for n in NAMES if n != "topk_logits"}}
-
-
-class Eager(Streamed):
-    """The pass by torch's own operators."""
-
-    backend = "eager"
 
 
 class BareGemm(Scoring):
@@ -131,7 +126,7 @@ SCORE = Part(
     title=f"Scoring: log-prob, rank, entropy, self-certainty, top {KEEP}",
     ways={
         "logitless": Streamed,
-        "logitless, eager": Eager,
+        "logitless, eager": partial(Streamed, backend="eager"),
         "bare GEMM": BareGemm,
         "bare GEMM, vocabulary tiles": TileGemm,
         "dense log_softmax + topk": DenseTopK,

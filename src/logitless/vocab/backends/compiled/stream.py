@@ -1,6 +1,6 @@
 """A pass whose logits are added up while they are in registers, and stored for backward alone.
 
-docs/decisions/0051, 0052
+docs/decisions/0051 to 0054
 """
 
 from __future__ import annotations
