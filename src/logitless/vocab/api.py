@@ -14,7 +14,7 @@ from ..algebra.options import check_cross_entropy, check_reduction
 from ..algebra.stats import cross_entropy_wants
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call import quack_support
-from .call.call import Call
+from .call.call import Call, Needs
 from .call.lora import agreed, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
@@ -291,7 +291,7 @@ def _prepared(
             call = agreed(call, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
     call = with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
-    return call if options.get("backend") else by_registers(call, formed)
+    return by_registers(call, Needs.of(call.inputs), formed)
 
 
 def _check_loss(

@@ -107,9 +107,8 @@ def explain(
     check_loss("mean", per, hidden)
     by_quack = loss and options.get("backend") == quack_support.NAME
     call = stand_in((flatten_whole_loss if by_quack else flatten)(hidden, head, labels, **options))
-    if not options.get("backend"):
-        call = by_registers(call, loss and per == "token")
     needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
+    call = by_registers(call, needs, loss and per == "token")
     price = loss_price(call, needs) if loss else stats_price(call, needs)
     sparse = sparse_of(call, price)
     if call.sampling_mask is not None:
@@ -138,14 +137,13 @@ def explain(
         outside=0 if call.outside is None else call.outside.rows,
         looks_twice=looks_twice(sums_of(call.options.want)),
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
-        passed_over=_passed_over(call, options.get("backend") is not None),
+        passed_over=_passed_over(call),
     )
 
 
-def _passed_over(call: Call, named: bool) -> str:
-    """`passed_over` of a call; named: whether its caller asked for the backend."""
-    options, hidden = call.options, call.inputs.hidden
-    return passed_over(options.backend, hidden.device, compilable(hidden, call.head), options.want, named)
+def _passed_over(call: Call) -> str:
+    o, hidden = call.options, call.inputs.hidden
+    return passed_over(o.backend, hidden.device, compilable(hidden, call.head), o.want, o.named)
 
 
 def _flop(call: Call, price: Price, rows: int) -> int:

@@ -235,7 +235,8 @@ class Call:
         heads = [x for x in (self.head, self.reference) if x is not None]
         adapters = [x for head in heads for x in head.adapters]
         products = [x for x in (i.lora_hidden, i.ref_lora_hidden) if x is not None]  # all that a graph has of adapters
-        named = [*(vars(options) | {"memory_budget": self.budget}).items(), *zip(i._fields, kinds, strict=True)]
+        plain = replace(options, memory_budget=self.budget, named=False)  # one may ask for what another chooses
+        named = [*vars(plain).items(), *zip(i._fields, kinds, strict=True)]
         named.append(("scale, softcap, vocab_size", [(x.scale, x.softcap, x.vocab_size) for x in heads]))
         named.append(("scaling and dropout of adapters", [(x.scaling, x.dropout) for x in adapters]))
         named.append(("processors", processors(i.hidden.device)))  # which kernels' chunks are made for

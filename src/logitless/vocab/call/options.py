@@ -54,5 +54,6 @@ class CallOptions:
     jsd_beta: float = 0.5
     memory_budget: int = 0  # bytes of slices; 0 for what the device has room for
     backend: str = "eager"
+    named: bool = False  # whether the caller asked for it
     autocast: torch.dtype | None = None  # what autocast multiplies in
     sparse: SparseBackward | None = None  # the head's, where gradients are recorded

@@ -65,6 +65,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or 0),
         backend=backend,
+        named=o["backend"] is not None,
         autocast=cast,
         sparse=sparse,
     )
@@ -88,7 +89,7 @@ def flatten_whole_loss(hidden: Tensor, head: LMHead, labels: Tensor | None, **op
     call = flatten(hidden, head, labels, **options)
     require(quack_support.NAME, hidden.device)
     quack_support.check_call(call)
-    return replace(call, options=replace(call.options, backend=quack_support.NAME))
+    return replace(call, options=replace(call.options, backend=quack_support.NAME, named=True))
 
 
 def _backend(
@@ -108,7 +109,7 @@ def _backend(
 
 
 def compilable(hidden: Tensor, head: LMHead) -> int:
-    """The call's logits; 0 where nothing is to be compiled: in a caller's graph, or of tensors without numbers."""
+    """The call's logits; 0 where nothing is to be compiled: while a caller's is, or of tensors without numbers."""
     plain = not torch.compiler.is_compiling() and type(hidden) is Tensor and current_sizing() is None
     return hidden.shape[:-1].numel() * head.rows if plain else 0
 

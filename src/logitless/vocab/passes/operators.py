@@ -25,7 +25,7 @@ from .autograd import NO_SECOND_DERIVATIVE
 from .engine import LossPass, Saved, checked, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
-from .price import loss_price, stats_price
+from .price import by_registers, loss_price, stats_price
 
 
 def stats(call: Call) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def _key(call: Call) -> str:
     o = call.options
     said = (
         f"want={'+'.join(o.want)};temperature={o.temperature};ignore_index={o.ignore_index};top_k={o.top_k};"
-        f"jsd_beta={o.jsd_beta};memory_budget={o.memory_budget};backend={o.backend};"
+        f"jsd_beta={o.jsd_beta};memory_budget={o.memory_budget};backend={o.backend};named={o.named};"
         f"autocast={'' if o.autocast is None else str(o.autocast).removeprefix('torch.')};{_of_head('head', call.head)}"
     )
     if call.reference is not None:
@@ -96,6 +96,7 @@ def _call_of(key: str, inputs: Inputs) -> Call:
         jsd_beta=float(said["jsd_beta"]),
         memory_budget=int(said["memory_budget"]),
         backend=said["backend"],
+        named=said["named"] == "True",
         autocast=getattr(torch, said["autocast"]) if said["autocast"] else None,
     )
     assert inputs.weight is not None  # a quantised head breaks the graph before
@@ -117,6 +118,10 @@ class _Operator(NamedTuple):
         call, needs = _call_of(key, inputs), Needs(*flags)
         rest = list(tensors[sum(x is not None for x in inputs) :])
         return cls(call, needs, stats_price(call, needs), rest)
+
+    def computed(self, formed: bool) -> tuple[Call, Tensor | None]:
+        """`computing_all` of the call, by the backend that it would have had outside of the graph."""
+        return computing_all(by_registers(self.call, self.needs, formed))
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -167,7 +172,7 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 @torch.library.custom_op("logitless::stats", mutates_args=())
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
-    call, valid = computing_all(said.call)
+    call, valid = said.computed(formed=False)
     out, saved = values(checked(call.agree(), said.price), save=said.price.method != "values")
     out = blank_ignored(out, valid)
     parts = dict(zip(*saved.flat(), strict=True))
@@ -196,7 +201,7 @@ def _stats_backward(
     said = _Operator.of(tensors, present, key, flags)
     saved = Saved.of([name for name, _, _ in said.layout], said.rest)
     names = [name for name, there in zip(outputs(said.call), given, strict=True) if there]
-    call, valid = computing_all(said.call)
+    call, valid = said.computed(formed=False)
     upstream = blank_ignored(dict(zip(names, grads, strict=True)), valid)
     call = call.agree().valid_alone()  # on which rows each rank has: a graph keeps tensors alone
     return said.own(gradients(call, said.price, saved, upstream, said.needs))
@@ -259,7 +264,7 @@ def _cross_entropy(
     mean: bool,
 ) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
-    call, valid = computing_all(said.call)
+    call, valid = said.computed(formed=True)
     call = call.agree(*said.rest).checked()
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)

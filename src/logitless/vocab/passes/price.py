@@ -48,20 +48,20 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
     )
 
 
-def by_registers(call: Call, formed: bool) -> Call:
+def by_registers(call: Call, needs: Needs, formed: bool) -> Call:
     """The call of a caller who names no backend, by `compiled` where all it needs is one small library.
 
     That is one whose logits are added up in registers, with no gradient, a frozen head's, or one of p alone: it pays
     for far fewer of them than what Inductor has to compile. formed: whether a gradient is formed in the forward pass.
     """
-    hidden = call.inputs.hidden
-    if call.options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
+    hidden, options = call.inputs.hidden, call.options
+    if options.named or options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
         return call
-    alone = call.sampling_mask is None and call.reference_rows is None and call.options.sparse is None
+    alone = call.sampling_mask is None and call.reference_rows is None and options.sparse is None
     if not alone or compiled_support.why_not(hidden.device):
         return call
-    compiled = replace(call, options=replace(call.options, backend="compiled"))
-    price = (loss_price if formed else stats_price)(compiled, Needs.of(call.inputs))
+    compiled = replace(call, options=replace(options, backend="compiled"))
+    price = (loss_price if formed else stats_price)(compiled, needs)
     return compiled if load("compiled").adds_up(call, price) else call
 
 

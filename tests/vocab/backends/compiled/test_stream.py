@@ -728,3 +728,48 @@ def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(
     else:
         ll.token_stats(ops.hidden, ops.head, ops.labels, **given)
     assert streamed == [40] * taken
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (*_, loss, _, taken) in KINDS.items() if taken and not loss])
+def test_taken_unasked_inside_a_callers_graph(kind, streamed, monkeypatch):
+    """By the operator that the graph has of the call, with the bits that it has outside of one."""
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
+    more, want, _, trained, _ = KINDS[kind]
+    ops = problem(40, 8, 1031, **more).training(*trained)
+
+    def run(hidden, **options):
+        found = ll.token_stats(hidden, ops.head, ops.labels, want=want, reference=ops.reference, **options)
+        return sum((1 + i) * getattr(found, name).square().sum() for i, name in enumerate(want))
+
+    check_in_a_graph(run, ops, streamed)
+
+
+@pytest.mark.parametrize("trained", [ALL, ("hidden",), ()], ids=["all", "frozen", "nothing"])
+def test_a_loss_is_taken_unasked_inside_a_callers_graph(trained, streamed, monkeypatch):
+    monkeypatch.setattr(price, "WORTH_REGISTERS", 1)
+    ops = problem(40, 8, 1031).training(*trained)
+
+    def run(hidden, **options):
+        return ll.linear_cross_entropy(hidden, ops.head, ops.labels, z_loss=0.1, **options)
+
+    check_in_a_graph(run, ops, streamed)
+
+
+def check_in_a_graph(run, ops, streamed):
+    leaves = list(ops.leaves.values())
+
+    def made(function, **options):
+        streamed.clear()
+        found = function(ops.hidden, **options)
+        gradients = torch.autograd.grad(found, leaves) if leaves else ()
+        return [x.detach() for x in (found, *gradients)], list(streamed)
+
+    expected, chunks = made(run)
+    assert chunks
+    torch._dynamo.reset()  # it compiles a function for so many kinds of arguments alone
+    found, within = made(torch.compile(run, fullgraph=True, backend="aot_eager"))
+    assert within == chunks
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    _, within = made(torch.compile(run, fullgraph=True, backend="aot_eager"), backend="eager")
+    assert not within
