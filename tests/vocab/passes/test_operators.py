@@ -178,3 +178,26 @@ def test_other_sizes_and_numbers_than_the_first(what):
     for n, number in ((7, 2), (9, 3), (5, 4), (12, 5)):
         h = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
         torch.testing.assert_close(compiled(h, number), function(h, number))
+
+
+def test_exported_saved_and_loaded_for_other_sizes(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.lm_head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 33)
+
+        def forward(self, x, labels):
+            hidden, head = self.body(x), ll.LMHead.of(self.lm_head)
+            stats = ll.token_stats(hidden, head, labels, want=("logprob", "entropy"), top_k=3)
+            loss = ll.linear_cross_entropy(hidden, head, labels, label_smoothing=0.1)
+            return stats.logprob, stats.entropy, stats.top_k_ids, loss
+
+    def batch(rows):
+        return torch.randn(rows, 5, 6), torch.randint(33, (rows, 5))
+
+    model, rows = Model(), {0: torch.export.Dim("rows")}
+    program = torch.export.export(model, batch(4), dynamic_shapes=(rows, rows))
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for given in map(batch, (4, 2, 7)):
+        torch.testing.assert_close(loaded(*given), model(*given))
