@@ -13,7 +13,7 @@ import flax  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gemma import gm  # pyright: ignore[reportMissingImports]
+from gemma.gm import text as gemma_text  # pyright: ignore[reportMissingImports]
 from gemma.gm.text import Sampler as GemmaSampler  # pyright: ignore[reportMissingImports]
 from jax import Array
 
@@ -221,14 +221,14 @@ def head_of(model: Any, params: Any) -> LMHead:
 
 def rules_of(sampling: Any) -> dict[str, Any]:
     """gemma's sampling method as options of `sample_tokens`."""
-    text, kind = gm.text, type(sampling)  # a subclass draws in a way of its own
-    if kind is text.Greedy:
+    kind = type(sampling)  # a subclass draws in a way of its own
+    if kind is gemma_text.Greedy:
         return {"temperature": 0}
-    if kind is text.RandomSampling:
+    if kind is gemma_text.RandomSampling:
         return {"temperature": sampling.temperature}
-    if kind is text.TopkSampling:
+    if kind is gemma_text.TopkSampling:
         return {"temperature": sampling.temperature, "top_k": sampling.k}
-    if kind is text.TopPSampling:
+    if kind is gemma_text.TopPSampling:
         return {"temperature": sampling.temperature, "top_p": sampling.p}
     raise OptionError(
         f"sampling: expected gemma's Greedy, RandomSampling, TopkSampling or TopPSampling, got {sampling!r}"
