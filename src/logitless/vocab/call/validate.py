@@ -109,7 +109,7 @@ def _backend(
 
 
 def compilable(hidden: Tensor, head: LMHead) -> int:
-    """The call's logits; 0 where nothing is to be compiled: while a caller's is, or of tensors without numbers."""
+    """The call's logits; 0 where nothing is to be compiled: while torch traces, or of tensors without numbers."""
     plain = not torch.compiler.is_compiling() and type(hidden) is Tensor and current_sizing() is None
     return hidden.shape[:-1].numel() * head.rows if plain else 0
 

@@ -240,7 +240,7 @@ def test_taken_unasked_where_a_call_is_worth_it():
     assert (few.backend, few.passed_over) == ("eager", f"not compiled: fewer than {choice.WORTH_COMPILING:,} logits")
 
 
-def test_never_taken_unasked_inside_a_callers_graph(monkeypatch):
+def test_nothing_is_compiled_while_torch_traces(monkeypatch):
     hidden, head = torch.zeros(4, 2), ll.LMHead(torch.zeros(9, 2))
     assert validate.compilable(hidden, head) == 36
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
