@@ -9,7 +9,7 @@ from PIL import Image
 
 from bench import in_turn, scaling, train_step
 from bench.cases import Shape
-from bench.cpu import bf16_tiles, calls_in_columns, columns, cores, levels, slices
+from bench.cpu import bf16, calls_in_columns, columns, cores, levels, slices
 from bench.harness import THREADS, read_lines
 from docs.tables.cpu import slices as slices_page
 from docs.tables.cpu import train_step as step_page
@@ -127,15 +127,15 @@ def test_calls_are_timed_in_columns_and_in_rows(tmp_path, monkeypatch, capsys):
     assert "kl, 64 tokens, eager: cores that moved" in capsys.readouterr().out
 
 
-def test_a_bf16_head_is_timed_with_tiles_and_without(tmp_path, capsys):
-    bf16_tiles.main(
-        ["--shapes", "70x32x300", "--rounds", "1", "--threads", "1", "--out", str(tmp_path / "tiles.jsonl")]
-    )
-    (found,) = read_lines(tmp_path / "tiles.jsonl")
-    assert list(found["ns"]) == ["values, tiles", "values, fp32", "loss, tiles", "loss, fp32", "plain"]
+def test_a_bf16_head_is_timed_as_the_processor_has_it_and_in_fp32(tmp_path, capsys):
+    bf16.main(["--shapes", "70x32x300", "--rounds", "1", "--threads", "1", "--out", str(tmp_path / "bf16.jsonl")])
+    (found,) = read_lines(tmp_path / "bf16.jsonl")
+    ways = {f"{name}, {way}" for name in ("values", "frozen", "loss") for way in ("bf16", "fp32")}
+    plain = {f"plain {name}" for name in ("values", "frozen", "loss")}
+    assert found["ns"].keys() == ways | plain | {"bare, 1", "bare, 2", "bare, 3"}
     assert min(found["ns"].values()) > 0
-    assert found["error"]["plain"] > 1e-3 > 1e-5 > found["error"]["values, tiles"]
-    assert "70x32x300: values, tiles" in capsys.readouterr().out
+    assert found["error"]["plain values"] > 1e-3 > 1e-5 > found["error"]["values, bf16"]
+    assert "70x32x300: values, bf16" in capsys.readouterr().out
 
 
 def test_a_loss_is_timed_with_a_level_and_with_maxima(tmp_path, monkeypatch, capsys):

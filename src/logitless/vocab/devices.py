@@ -81,6 +81,13 @@ def _multiplies_tiles() -> bool:
     return torch.backends.mkldnn.is_available() and known is not None and known()
 
 
+@cache
+def has_bf16_pairs() -> bool:
+    """Whether this machine's processor multiplies pairs of bf16 numbers, and torch may use it (AVX512-BF16)."""
+    known = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and known is not None and known()
+
+
 @contextmanager
 def bf16_products(wanted: bool) -> Iterator[None]:
     """fp32 products on a CPU from operands rounded to bf16, which loses nothing of numbers that are.

@@ -128,6 +128,7 @@ class Factor:
         self.buffer, self.once = buffer, once
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
+        self.is_bf16 = tokens.dtype == cast == torch.bfloat16  # both operands, whose copies may be wider
         self.in_tiles = multiplies_tiles(tokens, cast, compute)
         unit = isinstance(inner, float) and inner == 1.0
         self.scaled = self.dtype == compute and not self.in_tiles and not unit

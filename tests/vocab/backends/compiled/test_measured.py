@@ -8,12 +8,10 @@ import torch
 
 import logitless as ll
 from logitless.vocab.backends import logits
-from logitless.vocab.backends.compiled import library, measured, stream
-from logitless.vocab.call import compiled_support
+from logitless.vocab.backends.compiled import measured, stream
+from tests.support.vocab.processors import needs_library
 
-PROCESSOR = torch.backends.cpu.get_cpu_capability()
-REASON = compiled_support.why_not("cpu") or (None if PROCESSOR in library.FLAGS else f"no library for {PROCESSOR}")
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_library
 
 
 @pytest.fixture

@@ -9,48 +9,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
-from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import backward, library, panels, stream
-from logitless.vocab.call import compiled_support
 from logitless.vocab.passes import price
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, compare, compare_loss, operands
+from tests.support.vocab.processors import needs_library
 
-REASON = compiled_support.why_not("cpu")
+pytestmark = [needs_library, pytest.mark.usefixtures("streamed")]
 PROCESSOR = torch.backends.cpu.get_cpu_capability()
-if REASON is None and PROCESSOR not in library.FLAGS:
-    REASON = f"it is written for {' and '.join(library.FLAGS)}, got {PROCESSOR}"
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 WANT = (
     *("logprob", "logsumexp", "label_logit", "entropy", "self_certainty", "mean_logit"),
     *("max_logit", "rank", "sum_sq_prob"),
 )
 KL = ("kl", "reverse_kl")
-
-
-@pytest.fixture(autouse=True)
-def streamed(monkeypatch):
-    """Any processor, and any number of tokens; how many chunks were accumulated so."""
-    chunks = []
-    accumulate = stream.accumulate
-    monkeypatch.setattr(stream, "is_intel", lambda: False)
-    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
-    monkeypatch.setattr(stream, "FEW", 1)
-    monkeypatch.setattr(
-        stream, "accumulate", lambda chunk, *how: chunks.append(chunk.n_tokens) or accumulate(chunk, *how)
-    )
-    return chunks
-
-
-@pytest.fixture
-def held(streamed, monkeypatch):
-    """The most bytes of buffers that a chunk had, so far."""
-    accumulate, buffers = stream.accumulate, []
-    monkeypatch.setattr(
-        stream, "accumulate", lambda chunk, *how: buffers.append(chunk.scratch.buffers) or accumulate(chunk, *how)
-    )
-    return lambda: max(sum(x.nbytes for x in found.values()) for found in buffers)
 
 
 def problem(n=13, h=8, v=257, bias=False, **more):
@@ -233,15 +205,16 @@ def test_without_labels(streamed):
     assert streamed == [13]
 
 
-def test_bf16_rows_are_read_as_they_are(streamed):
+@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_rows_are_widened_where_no_pairs_are_multiplied(hidden, streamed, monkeypatch):
+    monkeypatch.setattr(library.library(), "multiplies_pairs", lambda: 0)
     ops = problem(20, 40, 1031)
-    narrow = dataclasses.replace(ops, weight=ops.weight.bfloat16())
-    wide = dataclasses.replace(ops, weight=narrow.weight.float())
-    for hidden in (ops.hidden, ops.hidden.bfloat16()):
-        for name, x in values(dataclasses.replace(narrow, hidden=hidden)).items():
-            expected = values(dataclasses.replace(wide, hidden=hidden.float()))[name]
-            assert torch.equal(x, expected), name
-    assert set(streamed) == {20}
+    narrow = dataclasses.replace(ops, weight=ops.weight.bfloat16(), hidden=ops.hidden.to(hidden))
+    wide = dataclasses.replace(ops, weight=narrow.weight.float(), hidden=narrow.hidden.float())
+    found, expected = values(narrow), values(wide)
+    for name, x in found.items():
+        assert torch.equal(x, expected[name]), name
+    assert streamed == [20, 20]
 
 
 def test_the_same_bits_for_any_number_of_threads_and_any_batch(streamed):
@@ -422,8 +395,9 @@ def test_backward_of_every_size_is_the_oracle(n, size, streamed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bf16_rows_have_gradients_of_fp32_products(dtype, streamed):
+def test_widened_rows_have_gradients_of_fp32_products(dtype, streamed, monkeypatch):
     """Each rounded once, to the dtype of what it is the gradient of."""
+    monkeypatch.setattr(library.library(), "multiplies_pairs", lambda: 0)
     ops = problem(50, 24, 1031)
     hidden, weight = ops.hidden.to(dtype).requires_grad_(), ops.weight.bfloat16().requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -680,7 +654,7 @@ def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streame
     ops = problem(50, 40, 1031)
     found = {}
     for kind in ("AVX2", PROCESSOR):
-        made = library._library("g++", kind)
+        made = library._library("g++", kind, False)
         for module in (stream, panels, backward):
             monkeypatch.setattr(module, "library", lambda made=made: made)
         found[kind] = values(ops), gradients(ops)

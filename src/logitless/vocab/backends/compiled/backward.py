@@ -16,7 +16,7 @@ from ..base import Tile as Slice
 from ..eager.weights import scale_of, weigh_late
 from ..logits import Factor as RowsAndEntries
 from .library import Factor, Head, OfEntries, OfTokens, Tile, library, run
-from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
+from .panels import in_pairs, of_tokens, parts_of, product_bytes, products_of, rounded
 
 ToGradient = Callable[[Chunk, Slice, Totals, Coefficients], Tensor]
 
@@ -54,18 +54,22 @@ def _multiply_for_entries(chunk: Chunk, grads: Gradients, scale: Tensor | None, 
             continue
         begins = entries is grads.weight and grads.begins(entries)
         late = m if chunk.materialised[0].late else None
-        _put_products(chunk, factor.tokens if scale is None else factor.tokens * scale, entries, begins, late)
+        _put_products(chunk, factor, scale, entries, begins, late)
         for tile in chunk.materialised:
             tile.late = False
         if begins:
             entries[chunk.policy.head.local_rows :].zero_()
 
 
-def _put_products(chunk: Chunk, tokens: Tensor, out: Tensor, begins: bool, m: Tensor | None) -> None:
-    """out (V, K) = the chunk's weights times tokens (C, K), or added to it."""
+def _put_products(
+    chunk: Chunk, of: RowsAndEntries, scale: Tensor | None, out: Tensor, begins: bool, m: Tensor | None
+) -> None:
+    """out (V, K) = the chunk's weights, times scale (C, 1), times a factor's tokens (C, K), or added to it."""
+    pairs = in_pairs(of)
+    tokens = of.tokens if scale is None or pairs else of.tokens * scale
     n, size = tokens.shape
     transposed = tokens.t().contiguous()
-    factor = Factor(tokens=transposed.data_ptr(), tokens_stride=n, size=n)
+    factor = Factor(tokens=transposed.data_ptr(), tokens_stride=n, size=n, pairs=pairs)
     packed = chunk.scratch.take("packed tokens", (n, rounded(size, library().lanes())))
     if m is not None:
         m = torch.nn.functional.pad(m, (0, -n % library().lanes()))
@@ -76,6 +80,7 @@ def _put_products(chunk: Chunk, tokens: Tensor, out: Tensor, begins: bool, m: Te
         out=out.data_ptr(),
         stride=out.stride(0),
         adds=not begins,
+        scale=scale.data_ptr() if scale is not None and pairs else None,
     )
     run(library().multiply_entries, call)
 

@@ -18,10 +18,12 @@ import torch
 from ....algebra.online_softmax import EMPTY, FAR, MASK
 from ....hashes import hash_of
 from ...call.compiled_support import PATIENCE, compiler, first_line
+from ...devices import has_bf16_pairs
 
 SOURCES = Path(__file__).with_name("cpp")
 MAIN = SOURCES / "stream.cpp"
 FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
+PAIRS = ("-mavx512bf16", "-mavx512vl")  # beside those, where a processor has it
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
 NUMBERS = tuple(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR)))
 
@@ -31,16 +33,19 @@ _lock = threading.Lock()
 def library() -> Any:
     """The compiled functions with their sizes; None, said once, where this processor or its compiler has none."""
     with _lock:
-        return _library(compiler(), torch.backends.cpu.get_cpu_capability())
+        return _library(compiler(), torch.backends.cpu.get_cpu_capability(), has_bf16_pairs())
 
 
 @cache
-def _library(compiler: str, processor: str) -> Any:
+def _library(compiler: str, processor: str, pairs: bool) -> Any:
     if processor not in FLAGS:
         return None
     try:
-        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor]]))
+        flags = (*FLAGS[processor], *(PAIRS if pairs else ()))
+        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *flags]))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
+        if pairs:  # which a compiler of before 2020 does not know
+            return _library(compiler, processor, False)
         said = first_line(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
             f"backend 'compiled': {compiler} could not compile a product, slices of logits are made instead ({said})",
@@ -88,7 +93,10 @@ _address, _number = ctypes.c_void_p, ctypes.c_int64
 
 
 class Factor(ctypes.Structure):
-    """As in cpp/product.h: tokens (C, size) in fp32 and entries (V, size), which have `half` the bits in bf16."""
+    """As in cpp/product.h: tokens (C, size) in fp32 and entries (V, size), which have `half` the bits in bf16.
+
+    pairs: of numbers that are bf16's in both are multiplied.
+    """
 
     _fields_ = (
         ("tokens", _address),
@@ -97,6 +105,7 @@ class Factor(ctypes.Structure):
         ("entries_stride", _number),
         ("size", _number),
         ("half", _number),
+        ("pairs", _number),
     )
 
 
@@ -106,6 +115,7 @@ class Head(ctypes.Structure):
     _fields_ = (
         ("factors", ctypes.POINTER(Factor)),
         ("n_factors", _number),
+        ("inner", _address),
         ("outer", _address),
         ("packed", _address),
     )
@@ -127,7 +137,7 @@ BASES = ("plogp", "p2", "pD", "q")  # of which one may accumulate beside p
 class Products(ctypes.Structure):
     """As in cpp/products.h."""
 
-    _fields_ = (("p", _address), ("second", _address), ("basis", _number), ("width", _number))
+    _fields_ = (("p", _address), ("second", _address), ("basis", _number), ("width", _number), ("pairs", _number))
 
 
 class Tile(ctypes.Structure):
@@ -146,6 +156,7 @@ class OfEntries(ctypes.Structure):
         ("out", _address),
         ("stride", _number),
         ("adds", _number),
+        ("scale", _address),
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ....algebra.online_softmax import Accumulation
 from ..base import Chunk
 from ..eager.formulas import Moves
+from ..logits import Factor, Projection
 from .library import BASES, Products, library
 
 TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more
@@ -15,6 +16,16 @@ TOGETHER = 512  # tokens of all parts of the vocabulary that have products of th
 
 def rounded(n: int, block: int) -> int:
     return -(-n // block) * block
+
+
+def in_pairs(factor: Factor) -> bool:
+    """Whether its operands are bf16, and multiplied so, two numbers at a time: docs/decisions/0055."""
+    return factor.is_bf16 and bool(library().multiplies_pairs())
+
+
+def rounds_weights(on: Projection, bases: tuple[str, ...]) -> bool:
+    """Whether weights are rounded to bf16 for products with a head's rows: not of two bases, which are subtracted."""
+    return bases == ("p",) and len(on.factors) == 1 and in_pairs(on.factors[0])
 
 
 def parts_of(width: int) -> int:
@@ -41,7 +52,7 @@ def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[
     rows = rounded(numbers, found.rows())
     shape = parts_of(width) * width // found.lanes(), rows * found.lanes()
     out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
-    streamed = Products(p=out["p"].data_ptr(), width=numbers)
+    streamed = Products(p=out["p"].data_ptr(), width=numbers, pairs=rounds_weights(chunk.policy, bases))
     for basis in out.keys() - {"p"}:
         streamed.second, streamed.basis = out[basis].data_ptr(), BASES.index(basis)
     return out, streamed

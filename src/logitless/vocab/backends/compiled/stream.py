@@ -25,12 +25,12 @@ from . import measured
 from .backward import bytes_beside
 from .kernels import is_plain
 from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library, run
-from .panels import moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
+from .panels import in_pairs, moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
 AFTERWARDS = frozenset(SECOND_LOOK)  # those of logits that stay
 FEW = 32  # tokens, of fewer a product in slices takes as long
-BESIDE = 3  # numbers a token: its label's logit, and both heads' outer factors
+BESIDE = 5  # numbers a token: its label's logit, and both heads' inner and outer factors
 
 
 def takes(call: Call, kept: bool = False) -> bool:
@@ -166,22 +166,32 @@ class _Held(list[object]):
 
 def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> Head:
     """A head on the chunk's tokens: its bias is a factor of one number a token and entry."""
-    pairs = [(f.rows, plain(f.entries)) for f in on.factors]
+    first, *others = on.factors
+    pairs = in_pairs(first)
+    products = [(first.tokens if pairs else first.rows, plain(first.entries))]
+    products += [(f.rows, plain(f.entries)) for f in others]
     if on.bias is not None:
-        pairs.append((_column(on.inner, chunk), on.bias[:, None]))
-    factors = (Factor * len(pairs))()
-    for factor, (rows, entries) in zip(factors, pairs, strict=True):
+        products.append((_column(on.inner, chunk), on.bias[:, None]))
+    factors = (Factor * len(products))()
+    for factor, (rows, entries) in zip(factors, products, strict=True):
         tokens = rows.contiguous()
         factor.tokens, factor.tokens_stride = held.address(tokens), tokens.stride(0)
         factor.entries, factor.entries_stride = held.address(entries), entries.stride(0)
         factor.size, factor.half = tokens.shape[1], entries.dtype == torch.bfloat16
+    factors[0].pairs = pairs
     held.append(factors)
-    size = sum(factor.size for factor in factors)
-    head = Head(factors, len(pairs), packed=chunk.scratch.take(name, (size, width)).data_ptr())
-    if on.outer is not None:
-        outer = _of_lanes(_column(on.outer, chunk)[:, 0], chunk.scratch.take(f"{name} outer", (1, width)))
-        head.outer = held.address(outer)
+    size = sum(_packed(factor.size, factor.pairs) for factor in factors)
+    head = Head(factors, len(products), packed=chunk.scratch.take(name, (size, width)).data_ptr())
+    for kind, x in (("inner", on.inner if pairs and first.scaled else None), ("outer", on.outer)):
+        if x is not None:
+            room = chunk.scratch.take(f"{name} {kind}", (1, width))
+            setattr(head, kind, held.address(_of_lanes(_column(x, chunk)[:, 0], room)))
     return head
+
+
+def _packed(size: int, pairs: bool) -> int:
+    """How many floats the numbers of a row take."""
+    return -(-size // 2) if pairs else size
 
 
 def _column(x: float | Tensor, chunk: Chunk) -> Tensor:

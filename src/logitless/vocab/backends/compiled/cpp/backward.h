@@ -20,6 +20,7 @@ struct OfEntries {
   int64_t size;       // numbers of a token
   float* out;
   int64_t stride, adds;  // numbers from one entry's to the next one's; whether they are added to what is there
+  const float* scale;    // a number a token, which weights are multiplied by before they are pairs; or null
 };
 
 // The tokens' products, as a frozen head's
@@ -68,25 +69,28 @@ static void put(const float* tile, long count, long numbers, bool adds, long str
 
 static int multiply_for_entries(const OfEntries& call, int threads) {
   const long n_tokens = call.tile.n_tokens, panels = (call.size + LANES - 1) / LANES;
-  const Factor numbers{nullptr, 0, call.tile.numbers, n_tokens, n_tokens, 0};
+  const bool pairs = call.tokens.factors[0].pairs;
+  const long length = call.tokens.size(), stride = ROWS * length;
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
-    const Room own(ENTRIES * (LANES + n_tokens));
+    const Room own(ENTRIES * (LANES + length));
     float *tile = own.memory, *packed = tile + ENTRIES * LANES;
     failed |= own.memory == nullptr;
-    pack_tokens(call.tokens, n_tokens, call.size);
+    pack_tokens(call.tokens, length, call.size);
 #pragma omp for schedule(monotonic : dynamic)
     for (long v = 0; v < call.tile.vocab; v += ENTRIES) {
       if (own.memory == nullptr) continue;
       const long count = std::min(ENTRIES, call.tile.vocab - v);
       if (call.tile.m) weigh(call.tile, v, count);
-      pack_rows(numbers, v, count, ROWS * n_tokens, packed);
+      const float* numbers = call.tile.numbers;
+      if (pairs) pack_panels(Rounded(numbers, v, n_tokens, n_tokens, call.scale), count, stride, packed);
+      else pack_panels(Floats(numbers, v, n_tokens, n_tokens), count, stride, packed);
       for (long p = 0; p < panels; p++) {
         const long some = std::min(LANES, call.size - p * LANES);
         float* to = call.out + v * call.stride + p * LANES;
         if (call.adds) prefetch(to, count, some, call.stride);
-        make_logits(call.tokens, n_tokens, packed, count, p, tile);
+        make_logits(call.tokens, length, packed, count, p, tile);
         put(tile, count, some, call.adds, call.stride, to);
       }
     }
@@ -111,10 +115,10 @@ static int multiply_for_tokens(const OfTokens& call, int threads) {
         const long end = std::min(call.tile.vocab, (i + 1) * tasks.part);
         for (long v = i * tasks.part; v < end; v += ENTRIES) {
           const long count = std::min(ENTRIES, end - v);
-          pack_numbers(call.head, call.products.width, v, count, packed);
+          pack_for(call.products, call.head, v, count, packed);
           for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++) {
             read_panel(call.tile, v, count, p, weights);
-            add_products(packed, weights, count, rows, call.products.p + (i * tasks.panels + p) * rows * LANES);
+            add_products(packed, weights, count, call.products.pairs, rows, call.products.p + (i * tasks.panels + p) * rows * LANES);
           }
         }
       }

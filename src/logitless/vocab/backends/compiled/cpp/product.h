@@ -1,18 +1,8 @@
 // A head's product with some tokens, a tile at a time: ROWS entries of the vocabulary times LANES tokens, whose logits
 // are summed in registers from packed operands (Goto and van de Geijn, doi:10.1145/1356052.1356053).
 #pragma once
-#include <algorithm>
-#include <cstring>
+#include "packing.h"
 
-#include "vectors.h"
-
-#if defined(__AVX512F__)
-constexpr long ROWS = 12, VECTORS = 2;  // as many sums as there are registers for
-#else
-constexpr long ROWS = 4, VECTORS = 3;
-#endif
-constexpr long LANES = WIDTH * VECTORS;
-constexpr long ENTRIES = 96;  // whose packed rows stay in a core's second cache
 constexpr long DEPTH = 512;   // terms of the products at a time, so that panels of both operands stay in its first ones
 constexpr long CHAIN = 128;   // terms that are added up one after another: longer chains lose digits
 
@@ -22,55 +12,39 @@ struct Factor {
   int64_t tokens_stride;
   const void* entries;
   int64_t entries_stride, size, half;  // half: bfloat16 entries, else float
+  int64_t pairs;                       // whether tokens are bfloat16, too, and multiplied by two numbers at a time
+  long length() const { return pairs ? (size + 1) / 2 : size; }  // of a packed row, where a pair has a float's place
   float entry(long v, long k) const {
-    if (!half) return static_cast<const float*>(entries)[v * entries_stride + k];
-    const uint32_t bits = uint32_t(static_cast<const uint16_t*>(entries)[v * entries_stride + k]) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
+    const long at = v * entries_stride + k;
+    return half ? widened(static_cast<const uint16_t*>(entries)[at]) : static_cast<const float*>(entries)[at];
   }
 };
 
 // The sum of its factors' products, or where it is capped outer·tanh of that
 struct Head {
-  const Factor* factors;
+  const Factor* factors;  // of which only the first may have pairs
   int64_t n_factors;
+  const float* inner;  // a number a token, which products of pairs are to be multiplied by; or null
   const float* outer;  // a number a token, or null
   float* packed;       // room for the tokens
   long size() const {
     long sum = 0;
-    for (long f = 0; f < n_factors; f++) sum += factors[f].size;
+    for (long f = 0; f < n_factors; f++) sum += factors[f].length();
     return sum;
   }
+  long pairs() const { return n_factors && factors[0].pairs ? factors[0].length() : 0; }
 };
 
-// `count` rows of a factor from v on, as panel[k][row] of panels of ROWS that lie `stride` apart; rows up to ENTRIES are 0
+// `count` rows of a factor from v on, packed
 static void pack_rows(const Factor& w, long v, long count, long stride, float* packed) {
-  for (long first = 0; first < ENTRIES; first += ROWS, packed += stride) {
-    const long rows = std::max(0L, std::min(ROWS, count - first));
-    const bool plain = rows == ROWS && !w.half;
-    const long some = plain ? w.size / 4 * 4 : 0;
-    const float* x = static_cast<const float*>(w.entries) + (v + first) * w.entries_stride;
-    for (long k = 0; k < some; k += 4)
-      for (long i = 0; i < ROWS; i += 4) {
-        const float* y = x + i * w.entries_stride + k;
-        if (k % 16 == 0)  // a line of memory of the next panel
-          for (long j = 0; j < 4; j++) __builtin_prefetch(y + (ROWS + j) * w.entries_stride);
-        __m128 a = _mm_loadu_ps(y), b = _mm_loadu_ps(y + w.entries_stride);
-        __m128 c = _mm_loadu_ps(y + 2 * w.entries_stride), d = _mm_loadu_ps(y + 3 * w.entries_stride);
-        _MM_TRANSPOSE4_PS(a, b, c, d);
-        float* to = packed + k * ROWS + i;
-        _mm_storeu_ps(to, a), _mm_storeu_ps(to + ROWS, b);
-        _mm_storeu_ps(to + 2 * ROWS, c), _mm_storeu_ps(to + 3 * ROWS, d);
-      }
-    for (long k = some; k < w.size; k++)
-      for (long i = 0; i < ROWS; i++) packed[k * ROWS + i] = i < rows ? w.entry(v + first + i, k) : 0.f;
-  }
+  if (w.pairs) pack_panels(Pairs(w.entries, v, w.entries_stride, w.size), count, stride, packed);
+  else if (w.half) pack_panels(Widened(w.entries, v, w.entries_stride, w.size), count, stride, packed);
+  else pack_panels(Floats(w.entries, v, w.entries_stride, w.size), count, stride, packed);
 }
 
 // A head's rows, those of one factor after those of another
 static void pack_entries(const Head& head, long size, long v, long count, float* packed) {
-  for (long f = 0; f < head.n_factors; packed += ROWS * head.factors[f++].size)
+  for (long f = 0; f < head.n_factors; packed += ROWS * head.factors[f++].length())
     pack_rows(head.factors[f], v, count, ROWS * size, packed);
 }
 
@@ -81,14 +55,19 @@ static void pack_tokens(const Head& head, long size, long n_tokens) {
     float* packed = head.packed + p * size * LANES;
     for (long f = 0; f < head.n_factors; f++) {
       const Factor& w = head.factors[f];
-      for (long k = 0; k < w.size; k++)
-        for (long n = p * LANES; n < (p + 1) * LANES; n++)
-          *packed++ = n < n_tokens ? w.tokens[n * w.tokens_stride + k] : 0.f;
+      for (long k = 0; k < w.length(); k++)
+        for (long n = p * LANES; n < (p + 1) * LANES; n++) {
+          const float* x = w.tokens + n * w.tokens_stride;
+          if (n >= n_tokens) *packed++ = 0.f;
+          else if (w.pairs) *packed++ = rounded_pair(x[2 * k], 2 * k + 1 < w.size ? x[2 * k + 1] : 0.f);
+          else *packed++ = x[k];
+        }
     }
   }
 }
 
-// logits[ROWS][LANES] += entries[terms][ROWS] times tokens[terms][LANES]
+// logits[ROWS][LANES] += entries[terms][ROWS] times tokens[terms][LANES]; pairs: a term is one of bfloat16
+template <bool pairs>
 static void multiply(const float* entries, const float* tokens, long terms, float* logits) {
   Vector sum[ROWS][VECTORS];
 #pragma GCC unroll 16
@@ -103,7 +82,7 @@ static void multiply(const float* entries, const float* tokens, long terms, floa
     for (long i = 0; i < ROWS; i++) {
       const Vector w = all(entries[k * ROWS + i]);
 #pragma GCC unroll 4
-      for (long j = 0; j < VECTORS; j++) sum[i][j] = fma(w, x[j], sum[i][j]);
+      for (long j = 0; j < VECTORS; j++) sum[i][j] = pairs ? fma_pairs(w, x[j], sum[i][j]) : fma(w, x[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 16
@@ -115,14 +94,28 @@ static void multiply(const float* entries, const float* tokens, long terms, floa
     }
 }
 
+// logits[ENTRIES][LANES] += `count` packed entries times a panel of tokens, those terms from `first` to `end` of `size`
+template <bool pairs>
+static void add_terms(const float* entries, const float* tokens, long first, long end, long size, long count, float* logits) {
+  constexpr long chain = pairs ? CHAIN / 2 : CHAIN;
+  for (long k = first; k < end; k += DEPTH)
+    for (long i = 0; i < count; i += ROWS)
+      for (long c = k; c < std::min(end, k + DEPTH); c += chain)
+        multiply<pairs>(entries + i * size + c * ROWS, tokens + c * LANES, std::min(chain, end - c), logits + i * LANES);
+}
+
 // logits[ENTRIES][LANES] of `count` packed entries and a panel of tokens, the one of number `panel`
 static void make_logits(const Head& head, long size, const float* entries, long count, long panel, float* logits) {
   const float* tokens = head.packed + panel * size * LANES;
+  const long pairs = head.pairs();
   std::memset(logits, 0, ENTRIES * LANES * sizeof(float));
-  for (long k = 0; k < size; k += DEPTH)
-    for (long i = 0; i < count; i += ROWS)
-      for (long c = k; c < std::min(size, k + DEPTH); c += CHAIN)
-        multiply(entries + i * size + c * ROWS, tokens + c * LANES, std::min(CHAIN, size - c), logits + i * LANES);
+  add_terms<true>(entries, tokens, 0, pairs, size, count, logits);
+  if (head.inner)
+    for (long j = 0; j < LANES; j += WIDTH) {
+      const Vector inner = load(head.inner + panel * LANES + j);
+      for (long i = j; i < count * LANES; i += LANES) store(logits + i, inner * load(logits + i));
+    }
+  add_terms<false>(entries, tokens, pairs, size, size, count, logits);
   if (head.outer == nullptr) return;
   for (long j = 0; j < LANES; j += WIDTH) {
     const Vector outer = load(head.outer + panel * LANES + j);

@@ -10,8 +10,9 @@ struct Products {
   float *p, *second;  // [panels][rows][LANES]: of weights w, and of those of the second basis
   Basis basis;
   int64_t width;  // numbers of a row, of the head's first factors: a bias is none of them
+  int64_t pairs;  // whether weights are rounded to bfloat16, as the rows are, and multiplied for two entries at a time
   long rows() const { return (width + ROWS - 1) / ROWS * ROWS; }
-  Products of(long offset) const { return {p ? p + offset : p, second ? second + offset : second, basis, width}; }
+  Products of(long offset) const { return {p ? p + offset : p, second ? second + offset : second, basis, width, pairs}; }
 };
 
 // A tile's weights for its products, and what brings the products before it to what weights are relative to now
@@ -62,6 +63,39 @@ static void pack_numbers(const Head& head, long width, long v, long count, float
   }
 }
 
+// The same of a head with one factor of bfloat16, as pairs of two entries: [rows / ROWS][ENTRIES, of which half is used][ROWS]
+static void pack_pairs(const Factor& w, long v, long count, float* packed) {
+  for (long i = 0; i < count; i += 2) {
+    const uint16_t* first = static_cast<const uint16_t*>(w.entries) + (v + i) * w.entries_stride;
+    const uint16_t* second = i + 1 < count ? first + w.entries_stride : nullptr;
+    for (long k = 0; k < w.size; k += ROWS) {
+      float* to = packed + (k * ENTRIES + i / 2 * ROWS);
+      const long some = std::min(ROWS, w.size - k), whole = second ? some / 4 * 4 : 0;
+      for (long j = 0; j < whole; j += 4) {
+        const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first + k + j));
+        const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second + k + j));
+        _mm_storeu_ps(to + j, _mm_castsi128_ps(_mm_unpacklo_epi16(a, b)));
+      }
+      for (long j = whole; j < some; j++) to[j] = pair_of(first[k + j], second ? second[k + j] : 0);
+    }
+  }
+}
+
+// The rows of a head from v on, packed for its products
+static void pack_for(const Products& products, const Head& head, long v, long count, float* packed) {
+  if (products.pairs) pack_pairs(head.factors[0], v, count, packed);
+  else pack_numbers(head, products.width, v, count, packed);
+}
+
+// Weights of `count` entries as pairs of two entries, in their place
+static void pair_weights(long count, float* weights) {
+  for (long i = 0; i < count; i += 2)
+    for (long j = 0; j < LANES; j += WIDTH) {
+      const float* x = weights + i * LANES + j;
+      store(weights + i / 2 * LANES + j, pairs_of(load(x), i + 1 < count ? load(x + LANES) : all(0.f)));
+    }
+}
+
 // Brings the products of a panel of tokens to what a tile's weights are relative to
 static void move_products(const Weights& weights, long rows, float* p, float* second) {
   const Vector zero = all(0.f), one = all(1.f);
@@ -76,7 +110,10 @@ static void move_products(const Weights& weights, long rows, float* p, float* se
   }
 }
 
-// Adds `count` entries, packed as `pack_numbers` does, times their weights
-static void add_products(const float* packed, const float* weights, long count, long rows, float* sums) {
-  for (long i = 0; i < rows; i += ROWS) multiply(packed + i * ENTRIES, weights, count, sums + i * LANES);
+// Adds `count` packed entries times their weights, which are made pairs where those are multiplied
+static void add_products(const float* packed, float* weights, long count, bool pairs, long rows, float* sums) {
+  if (pairs) pair_weights(count, weights);
+  for (long i = 0; i < rows; i += ROWS)
+    if (pairs) multiply<true>(packed + i * ENTRIES, weights, (count + 1) / 2, sums + i * LANES);
+    else multiply<false>(packed + i * ENTRIES, weights, count, sums + i * LANES);
 }

@@ -96,8 +96,8 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
   const long at = panel * own.rows * LANES;
   float *p = products.p + at, *second = products.second ? products.second + at : nullptr;
   move_products(weights, own.rows, p, second);
-  add_products(own.transposed, weights.p, count, own.rows, p);
-  if (second) add_products(own.transposed, weights.second, count, own.rows, second);
+  add_products(own.transposed, weights.p, count, products.pairs, own.rows, p);
+  if (second) add_products(own.transposed, weights.second, count, false, own.rows, second);
 }
 
 extern "C" {
@@ -105,6 +105,7 @@ long lanes() { return LANES; }
 long parts() { return PARTS; }
 long entries() { return ENTRIES; }
 long rows() { return ROWS; }
+int multiplies_pairs() { return MULTIPLIES_PAIRS; }
 
 // Each of these returns 0, or 1 where there is no memory.
 int multiply_entries(const OfEntries* call, int threads) { return multiply_for_entries(*call, threads); }
@@ -137,7 +138,7 @@ int accumulate(const Call* given, int threads) {
           const long count = std::min(ENTRIES, end - v);
           pack_entries(call.head, own.size, v, count, own.entries);
           pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
-          pack_numbers(call.head, call.products.width, v, count, own.transposed);
+          pack_for(call.products, call.head, v, count, own.transposed);
           for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++)
             add_tiles(call, own, v, count, p, sums, products, best);
         }

@@ -54,6 +54,26 @@ static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
 #endif
 
+// Pairs of bfloat16, each in the place of a float; nobody calls these where they are not multiplied
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_PAIRS = true;
+static inline Vector fma_pairs(Vector a, Vector b, Vector sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+static inline __m128 round_to_pairs(__m256 x) { return (__m128)_mm256_cvtneps_pbh(x); }  // of neighbours
+static inline float rounded_pair(float first, float second) {
+  return _mm_cvtss_f32((__m128)_mm_cvtneps_pbh(_mm_set_ps(0.f, 0.f, second, first)));
+}
+static inline __m512i rounded_halves(Vector x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+static inline Vector pairs_of(Vector first, Vector second) {  // one of each
+  return _mm512_castsi512_ps(_mm512_or_si512(rounded_halves(first), _mm512_slli_epi32(rounded_halves(second), 16)));
+}
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+static inline Vector fma_pairs(Vector, Vector, Vector sum) { return sum; }
+static inline __m128 round_to_pairs(__m256 x) { return _mm256_castps256_ps128(x); }
+static inline float rounded_pair(float first, float) { return first; }
+static inline Vector pairs_of(Vector first, Vector) { return first; }
+#endif
+
 // x = n·log 2 + r with a whole n; e^r - 1
 static inline Vector expm1_of_rest(Vector x, Vector& n) {
   n = nearest(x * all(1.44269504088896341f));

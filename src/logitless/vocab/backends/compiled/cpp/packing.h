@@ -1,0 +1,106 @@
+// Rows of numbers as a product has them: in panels, as floats or as pairs of bfloat16, each in the place of a float.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "vectors.h"
+
+#if defined(__AVX512F__)
+constexpr long ROWS = 12, VECTORS = 2;  // as many sums as there are registers for
+#else
+constexpr long ROWS = 4, VECTORS = 3;
+#endif
+constexpr long LANES = WIDTH * VECTORS;
+constexpr long ENTRIES = 96;  // whose packed rows stay in a core's second cache
+
+static inline float widened(uint16_t half) {
+  const uint32_t bits = uint32_t(half) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+static inline float pair_of(uint16_t first, uint16_t second) {
+  const uint16_t both[2] = {first, second};
+  float pair;
+  std::memcpy(&pair, both, sizeof pair);
+  return pair;
+}
+
+// Rows of a matrix, the first of which is number v: four(i, k) are four numbers of row i from k on, one(i, k) is one
+template <class Number>
+struct Matrix {
+  const Number* x;
+  long stride, size;
+  Matrix(const void* x, long v, long stride, long size)
+      : x(static_cast<const Number*>(x) + v * stride), stride(stride), size(size) {}
+  const Number* at(long i, long k) const { return x + i * stride + k; }
+};
+
+struct Floats : Matrix<float> {
+  using Matrix::Matrix;
+  static constexpr long together = 1;
+  __m128 four(long i, long k) const {
+    if (k % 16 == 0) __builtin_prefetch(at(i + ROWS, k));  // a line of memory of the next panel
+    return _mm_loadu_ps(at(i, k));
+  }
+  float one(long i, long k) const { return *at(i, k); }
+};
+
+// bfloat16 that become floats
+struct Widened : Matrix<uint16_t> {
+  using Matrix::Matrix;
+  static constexpr long together = 1;
+  __m128 four(long i, long k) const {
+    const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at(i, k)));
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(bits), 16));
+  }
+  float one(long i, long k) const { return widened(*at(i, k)); }
+};
+
+// bfloat16 as they are: a number is a pair
+struct Pairs : Matrix<uint16_t> {
+  using Matrix::Matrix;
+  static constexpr long together = 2;
+  __m128 four(long i, long k) const {
+    if (k % 16 == 0) __builtin_prefetch(at(i + ROWS, 2 * k));
+    return _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at(i, 2 * k))));
+  }
+  float one(long i, long k) const { return pair_of(*at(i, 2 * k), 2 * k + 1 < size ? *at(i, 2 * k + 1) : 0); }
+};
+
+// Floats that are rounded to pairs, each times what `scale` has for its column where that is given
+struct Rounded : Matrix<float> {
+  const float* scale;
+  Rounded(const float* x, long v, long stride, long size, const float* scale) : Matrix(x, v, stride, size), scale(scale) {}
+  static constexpr long together = 2;
+  __m128 four(long i, long k) const {
+    const __m256 some = _mm256_loadu_ps(at(i, 2 * k));
+    return round_to_pairs(scale ? some * _mm256_loadu_ps(scale + 2 * k) : some);
+  }
+  float one(long i, long k) const {
+    float two[2] = {};
+    for (long j = 0; j < 2 && 2 * k + j < size; j++) two[j] = *at(i, 2 * k + j) * (scale ? scale[2 * k + j] : 1.f);
+    return rounded_pair(two[0], two[1]);
+  }
+};
+
+// `count` rows as panel[k][row] of panels of ROWS that lie `stride` apart; rows up to ENTRIES are 0
+template <class Numbers>
+static void pack_panels(const Numbers& of, long count, long stride, float* packed) {
+  const long length = (of.size + of.together - 1) / of.together, whole = of.size / of.together / 4 * 4;
+  for (long first = 0; first < ENTRIES; first += ROWS, packed += stride) {
+    const long rows = std::max(0L, std::min(ROWS, count - first)), fours = rows == ROWS ? whole : 0;
+    for (long k = 0; k < fours; k += 4)
+      for (long i = 0; i < ROWS; i += 4) {
+        const long row = first + i;
+        __m128 a = of.four(row, k), b = of.four(row + 1, k), c = of.four(row + 2, k), d = of.four(row + 3, k);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        float* to = packed + k * ROWS + i;
+        _mm_storeu_ps(to, a), _mm_storeu_ps(to + ROWS, b);
+        _mm_storeu_ps(to + 2 * ROWS, c), _mm_storeu_ps(to + 3 * ROWS, d);
+      }
+    for (long k = fours; k < length; k++)
+      for (long i = 0; i < ROWS; i++) packed[k * ROWS + i] = i < rows ? of.one(first + i, k) : 0.f;
+  }
+}
