@@ -9,7 +9,7 @@ from PIL import Image
 
 from bench import in_turn, scaling, train_step
 from bench.cases import Shape
-from bench.cpu import bf16, calls_in_columns, columns, cores, levels, slices
+from bench.cpu import bf16, calls_in_columns, columns, cores, few_tokens, levels, slices
 from bench.harness import THREADS, read_lines
 from docs.tables.cpu import slices as slices_page
 from docs.tables.cpu import train_step as step_page
@@ -136,6 +136,21 @@ def test_a_bf16_head_is_timed_as_the_processor_has_it_and_in_fp32(tmp_path, caps
     assert min(found["ns"].values()) > 0
     assert found["error"]["plain values"] > 1e-3 > 1e-5 > found["error"]["values, bf16"]
     assert "70x32x300: values, bf16" in capsys.readouterr().out
+
+
+def test_a_few_tokens_are_timed_in_either_dtype(tmp_path, capsys):
+    few_tokens.main(
+        [
+            *("--heads", "32x300", "--tokens", "1,3", "--rounds", "1", "--threads", "1"),
+            *("--out", str(tmp_path / "few.jsonl")),
+        ]
+    )
+    found = read_lines(tmp_path / "few.jsonl")
+    assert [x["shape"][0] for x in found] == [1, 3]
+    ways = ("draw", "values", "bare", "dense draw", "dense draw with nuclei")
+    assert found[0]["ms"].keys() == {f"{way}, {kind}" for way in ways for kind in ("fp32", "bf16")}
+    assert min(found[0]["ms"].values()) > 0
+    assert "3 x 32x300: draw, fp32" in capsys.readouterr().out
 
 
 def test_a_loss_is_timed_with_a_level_and_with_maxima(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ GPU_BUDGET = 1024 * MIB  # the default where it is at most GPU_SHARE of a device
 GPU_SHARE = 1 / 64
 COPIED = 2 / 3  # of a budget, that a head's copy in the dtype that it multiplies in may take
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
+CPU_CONVERTED = 1 << 21  # numbers of a head that a CPU converts at a time: its caches hold them for the product
 CPU_WHOLE_ROWS = 256, 1024  # tokens whose whole rows are kept at a time on a CPU, at least and at most
 VECTOR = 16  # tokens that a CPU's operations on logits in columns take at once
 BLOCK = 32  # entries of logits in columns that are added up at a time: they stay in a first-level cache meanwhile
@@ -104,14 +105,16 @@ class Slices:
     """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes.
 
     copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
-    converted whenever it is read. in_products: whether the kernel of the products adds up its logits, so that there is
-    no slice of these unless it has stored them for backward, too.
+    converted whenever it is read. at_once: how many of its entries are so together, by a CPU that needs them for one
+    product alone; else 0. in_products: whether the kernel of the products adds up its logits, so that there is no slice
+    of these unless it has stored them for backward, too.
     """
 
     tokens: int
     width: int
     nbytes: int
     copied: int = 0
+    at_once: int = 0
     in_products: bool = False
     stored: bool = False
 
@@ -184,6 +187,7 @@ def slices_of(
     """
     gpu = device != "cpu"
     room = max(1, budget // itemsize)
+    longest = vocab_size if gpu or not converted else max(BLOCK, CPU_CONVERTED // converted)
     if whole:
         width = min(vocab_size, WHOLE_WIDTH, max(1, room // (4 * (tiles + converted))))
         beside = -(-each // itemsize)
@@ -192,17 +196,18 @@ def slices_of(
         rows = most if gpu else min(most, cpu_rows(heads * vocab_size, room))
         tokens = _even(n_tokens, rows) if gpu else even_blocks(n_tokens, rows, VECTOR)
         tokens = max(tokens, min(most, together))
+        at_once = 0 if gpu or not converted or not wide else min(width, longest)
         if wide:
-            spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
+            spare = (room - tokens * row - converted * width) // (tiles * tokens + converted * gpu)
             most = vocab_size if gpu else min(vocab_size, max(width, CPU_TILE // tokens))
             width = min(most, width + max(0, spare))
             row = heads * vocab_size + tiles * width + beside
-        return Slices(tokens, width, itemsize * (tokens * row + converted * width))
+        return Slices(tokens, width, itemsize * (tokens * row + converted * (at_once or width)), at_once=at_once)
     most = STREAM_TOKENS["gpu"] if gpu else min(STREAM_TOKENS["cpu"], CPU_TILE // 64)
     tokens = _even(n_tokens, min(most, max(1, budget // (64 * itemsize * tiles + each))))
     room = max(1, (budget - each * tokens) // itemsize)
     tile = room // tiles if gpu else min(CPU_TILE, room // tiles)
-    width = max(1, min(vocab_size, tile // tokens, room // (tiles * tokens + converted)))
+    width = max(1, min(vocab_size, longest, tile // tokens, room // (tiles * tokens + converted)))
     if not gpu and read_in_columns(tokens) and BLOCK <= width < vocab_size:
         width = width // BLOCK * BLOCK
     return Slices(tokens, width, itemsize * width * (tiles * tokens + converted) + each * tokens)

@@ -6,7 +6,9 @@ import torch
 import logitless as ll
 from logitless.resident import AllocationTracker
 from logitless.vocab.backends import logits
-from logitless.vocab.backends.logits import PIECE, SOME, add_product, product
+from logitless.vocab.backends.logits import NARROW, PIECE, SOME, add_product, product
+from tests.support.switches import put_back
+from tests.support.vocab.comparing import operands
 
 WIDE = PIECE + 70
 
@@ -35,7 +37,7 @@ def in_columns(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("columns", [PIECE + 1, 2 * PIECE + 77])
+@pytest.mark.parametrize("columns", [NARROW, PIECE + 1, 2 * PIECE + 77])
 @pytest.mark.parametrize("rows", [SOME[0], 8, 33, SOME[-1]])
 def test_numbers(rows, columns, monkeypatch):
     taken = in_columns(monkeypatch)
@@ -47,16 +49,33 @@ def test_numbers(rows, columns, monkeypatch):
     assert (out - exact).abs().max() <= 1.2 * plain + 1e-7 * exact.abs().max()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("columns", [1, 2, 7, WIDE])
+def test_one_row_in_parts(columns, threads):
+    a, b, _ = matrices(1, 300, columns)
+    room = torch.full((1, columns + 9), torch.nan)
+    out = room[:, 4 : 4 + columns]
+    exact = a.double() @ b.double()
+    with put_back():
+        torch.set_num_threads(threads)
+        assert product(a, b, out) is out
+    plain = max((x - exact).abs().max() for x in (torch.mm(a, b), torch.mm(b.t(), a.t()).t()))
+    assert (out - exact).abs().max() <= 1.2 * plain + 1e-6 * exact.abs().max()
+    assert room.isnan().sum() == 9
+
+
 def test_an_intel_processor_multiplies_rows(monkeypatch):
     """They are no slower there, and of a few tokens nearer to float64."""
     monkeypatch.setattr(logits, "is_intel", lambda: True)
     taken = in_columns(monkeypatch)
+    monkeypatch.setattr(logits, "product_of_one", lambda *given: taken.append(1))
     product(*matrices(8, 300, WIDE))
+    product(*matrices(1, 300, WIDE))
     assert not taken
 
 
-@pytest.mark.parametrize("rows", [0, 1, SOME[-1] + 1])
-def test_one_row_and_many_stay_as_they_are(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [0, SOME[-1] + 1])
+def test_no_row_and_many_stay_as_they_are(rows, monkeypatch):
     taken = in_columns(monkeypatch)
     a, b, out = matrices(rows, 300, WIDE)
     product(a, b, out)
@@ -68,7 +87,7 @@ def test_one_row_and_many_stay_as_they_are(rows, monkeypatch):
     "operands",
     [
         pytest.param(lambda: matrices(8, 20, WIDE), id="short sums"),
-        pytest.param(lambda: matrices(8, 300, PIECE), id="few columns"),
+        pytest.param(lambda: matrices(8, 300, NARROW - 1), id="few columns"),
         pytest.param(lambda: matrices(8, 300, WIDE, torch.float64), id="float64"),
         pytest.param(lambda: (*matrices(8, 300, WIDE)[:2], torch.empty(WIDE, 8).t()), id="already in columns"),
     ],
@@ -148,3 +167,17 @@ def test_what_is_left_of_whole_blocks_is_multiplied_apart(operation, rows_depth_
         sides = [(m, n) if left is a else (k, n) for m, k, n in asked]  # which end within blocks, by how these lie
         assert all(size % 8 == 0 or size < 8 for side in sides for size in side)
         assert sum(m * k * n for m, k, n in asked) == rows * depth * columns
+
+
+@pytest.mark.parametrize("more", [{}, {"bias": True, "softcap": 3.0}, {"ranks": (4,), "scale": 0.7}], ids=str)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_long_slice_of_a_converted_head_is_made_in_parts(n, more):
+    """Of as many entries as caches hold: the sampler has the tokens of the same head in fp32."""
+    ops = operands((n,), 32, 50_000, dtype=torch.bfloat16, **{"bias": False} | more).training()
+    wide = ops.to(torch.float32)
+    with AllocationTracker() as seen:
+        found = ll.sample_tokens(ops.hidden, ops.head, keep=5, generator=torch.Generator().manual_seed(3))
+    expected = ll.sample_tokens(wide.hidden, wide.head, keep=5, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(found.token, expected.token)
+    torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=1e-5, atol=1e-5)
+    assert seen.peak < 50_000 * 32 * 4

@@ -172,6 +172,8 @@ class Backend(ABC):
             together=together,
         )
         found = replace(found, nbytes=found.nbytes + held, copied=held)
+        if price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu" and not found.at_once:
+            found = replace(found, at_once=found.width)
         if not price.skips or options.sparse is None:
             return found
         return sparse_slices(found, options.sparse.width, vocab_size, i.width, compute.itemsize)
@@ -372,6 +374,7 @@ class Chunk:
                 lora=lora,
                 buffer=partial(scratch.take, name),
                 once=partial(scratch.once, name) if slices.copied else None,
+                at_once=slices.at_once,
             )
 
         policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")
@@ -432,8 +435,15 @@ class Chunk:
         size, width = self.policy.head.local_rows, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
-    def logits(self, v: slice, w: Operands, name: str = "", columns: bool = False) -> Tile:
-        """The slice's logits, in the buffers that `name` tells apart; columns: as `Scratch.take`'s."""
+    def operand(self, v: slice) -> Operands | None:
+        """The policy's operands of a slice; None where they are converted in parts, by whoever makes the logits."""
+        return None if self.slices.at_once else self.policy.operand(v)
+
+    def logits(self, v: slice, w: Operands | None, name: str = "", columns: bool = False) -> Tile:
+        """The slice's logits, in the buffers that `name` tells apart.
+
+        w: as `Projection.logits`'; columns: as `Scratch.take`'s.
+        """
         shape = self.n_tokens, v.stop - v.start
         tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape, columns)))
         if self.reference is not None:

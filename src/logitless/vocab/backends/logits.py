@@ -65,7 +65,7 @@ LOG2E = math.log2(math.e)
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
-PIECE = 2048  # columns at a time
+PIECE, NARROW = 2048, 512  # columns at a time, and fewer than which are multiplied in rows
 CUT, BLOCK = ("cuda",), 8  # devices whose library multiplies whole blocks of so many numbers, and slowly what is left
 
 
@@ -121,7 +121,7 @@ class Factor:
         compute: torch.dtype,
         cast: torch.dtype,
         few_rows: FewRows,
-        buffer: Buffer,
+        buffer: Buffer | None = None,  # where a slice is converted to: a new tensor where there is none
         once: Once | None = None,  # where the entries' copies in other dtypes stay for the whole call
     ) -> None:
         self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
@@ -135,11 +135,16 @@ class Factor:
         self.late = None if self.scaled or unit else inner  # the factor that the product still lacks
         self.rows = self.tokens * inner if self.scaled else self.tokens
 
-    def operand(self, v: slice) -> Tensor:
-        """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice."""
+    def operand(self, v: slice, passing: bool = False) -> Tensor:
+        """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice.
+
+        passing: whether one of a head that is converted may be in it, too, as new memory costs a CPU more.
+        """
         table, cast = self.table
         if isinstance(table, Tensor):
-            return table[v].to(cast).to(self.dtype)
+            rows = table[v].to(cast)
+            fresh = not passing or self.buffer is None or rows.dtype == self.dtype or rows.device.type != "cpu"
+            return rows.to(self.dtype) if fresh else self.buffer(rows.shape).copy_(rows)
         rows = table.rows(v, self.buffer((v.stop - v.start, table.shape[1])))
         return rows.to(cast).to(self.dtype)
 
@@ -195,8 +200,9 @@ class Projection:
         lora: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R) of the tokens, (V, R) of the entries
         buffer: Buffer,
         once: Once | None = None,
+        at_once: int = 0,  # as of `Slices`
     ) -> None:
-        self.head = head
+        self.head, self.at_once = head, at_once
         self.compute = compute
         self.bias = None if head.bias is None else head.bias.detach()[: head.local_rows].to(compute).contiguous()
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
@@ -208,7 +214,7 @@ class Projection:
         self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows, buffer, once)]
         if lora_hidden is not None and lora_b is not None:  # small: they multiply in the compute dtype
             entries = lora_b.detach()[: head.local_rows]
-            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows, buffer))
+            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     @property
@@ -216,13 +222,19 @@ class Projection:
         """Whether a logit can be -inf: only a bias can make it so."""
         return self.bias is not None
 
-    def operand(self, v: slice) -> Operands:
+    def operand(self, v: slice, passing: bool = False) -> Operands:
         """The slice of every factor in its operands' dtype."""
-        return tuple(f.operand(v) for f in self.factors)
+        return tuple(f.operand(v, passing) for f in self.factors)
 
-    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
-        """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`."""
+    def logits(self, w: Operands | None, v: slice, out: Tensor) -> Tensor:
+        """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`. w: its operands; None: a part at a time."""
         first = self.factors[0]
+        if w is None:
+            step = self.at_once or v.stop - v.start
+            for start in range(v.start, v.stop, step):
+                some = slice(start, min(v.stop, start + step))
+                self.logits(self.operand(some, passing=True), some, out[:, some.start - v.start : some.stop - v.start])
+            return out
         with bf16_products(first.in_tiles):
             product(first.rows, w[0].t(), out)
         if first.late is not None:
@@ -296,10 +308,10 @@ class GivenLogits(Projection):
     def may_be_infinite(self) -> bool:
         return True
 
-    def operand(self, v: slice) -> Operands:
+    def operand(self, v: slice, passing: bool = False) -> Operands:
         return ()
 
-    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
+    def logits(self, w: Operands | None, v: slice, out: Tensor) -> Tensor:
         first = self.head.vocab_start
         return out.copy_(self.rows.read(self.tokens, slice(first + v.start, first + v.stop))).div_(self.column)
 
@@ -332,8 +344,25 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     if a.dtype == out.dtype:
         if _is_chained(out) and a.shape[1] > CHAIN:
             return add_product(a, b, out.zero_())
+        if len(a) == 1 and _is_mkls(out):
+            return product_of_one(a, b, out)
         return product_in_columns(a, b, out) if _faster_in_columns(a, out) else torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def product_of_one(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b into `out` of one row, in parts at once: by a vector MKL multiplies slowly, and with one thread.
+
+    docs/decisions/0056
+    """
+    parts = max(2, torch.get_num_threads())
+    size = out.shape[1] // parts
+    whole = parts * size
+    of_parts = b[:, :whole].t().unflatten(0, (parts, size))
+    torch.bmm(of_parts, a.t().expand(parts, -1, 1), out=out[0, :whole].view(parts, size, 1))
+    if whole < out.shape[1]:
+        torch.mm(a, b[:, whole:], out=out[:, whole:])
+    return out
 
 
 def product_in_columns(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -349,9 +378,13 @@ def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
 
     docs/decisions/0040, and 0048 for Intel's, which does not
     """
-    some = len(a) in SOME and a.shape[1] >= LONG and out.shape[1] > PIECE
-    plain = out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
-    return some and plain and not is_intel()
+    some = len(a) in SOME and a.shape[1] >= LONG and out.shape[1] >= NARROW
+    return some and a.stride(1) == 1 and _is_mkls(out)
+
+
+def _is_mkls(out: Tensor) -> bool:
+    """Whether a product is MKL's, in rows, on a processor that it was not written for."""
+    return out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1 and not is_intel()
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def pool(call: Call, documents: Documents, take: Callable[[Pooled], None]) -> No
         values = scratch.take("maxima", (d, size))
         places = torch.empty(d, size, dtype=torch.int32, device=values.device)
         for v in chunk.vocabulary():
-            z = chunk.logits(v, chunk.policy.operand(v)).z
+            z = chunk.logits(v, chunk.operand(v)).z
             values[:, v], at = z.view(d, longest, -1).max(1)
             places[:, v] = rows.gather(1, at).sub_(documents.first[some, None])
         if call.shard is not None:

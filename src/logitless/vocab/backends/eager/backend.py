@@ -48,7 +48,7 @@ class Running(Form):
         self.topk = TopK(z, chunk.top_k) if chunk.top_k else None
         self.widths = chunk.policy.widths
         self.products = {basis: z.new_zeros(chunk.n_tokens, sum(self.widths)) for basis in bases}
-        self.w: Operands = ()  # the slice of W, and of the adapters
+        self.w: Operands | None = ()  # the slice of W, and of the adapters, where products with weights read it, too
         self.flat: Tensor | None = None  # the softcap's derivative on the slice
         self.keep: str | None = None  # what the slice holds afterwards
         self.known_gap: Tensor | None = None  # z_ref - z on the slice
@@ -158,7 +158,7 @@ class Running(Form):
         if self.flat is not None:
             weights = weights * self.flat
         parts = self.products[basis].split(self.widths, 1)
-        for factor, w, part in zip(self.chunk.policy.factors, self.w, parts, strict=True):
+        for factor, w, part in zip(self.chunk.policy.factors, self.w or (), parts, strict=True):
             with bf16_products(factor.in_tiles):
                 add_product(weights.to(w.dtype), w, part)
 
@@ -187,7 +187,7 @@ def by_onednn() -> bool:
     return switches.matmul.fp32_precision == "bf16"
 
 
-def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
+def again(chunk: Chunk, v: slice, w: Operands | None) -> Tile:
     """The slice as it was accumulated, made once more: of a product that lies otherwise the last bits are others."""
     tile = chunk.logits(v, w, columns=in_columns(chunk, "logits" if chunk.stays else None))
     chunk.mask(tile)
@@ -207,7 +207,7 @@ class EagerBackend(Backend):
         run, columns = self.running(chunk, bases), in_columns(chunk, keep)
         for i, v in enumerate(chunk.vocabulary()):
             run.w = ()  # the slice before, where it was converted, goes first
-            run.w = chunk.policy.operand(v)
+            run.w = chunk.operand(v)
             tile = chunk.logits(v, run.w, str(i) if keep else "", columns)
             run.add(tile, keep)
             if keep:
@@ -229,7 +229,7 @@ class EagerBackend(Backend):
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(totals.m) for name in SECOND_LOOK if name in chunk.sums}
         for i, v in enumerate(chunk.vocabulary()):
-            tile = chunk.materialised[i] if chunk.materialised else again(chunk, v, chunk.policy.operand(v))
+            tile = chunk.materialised[i] if chunk.materialised else again(chunk, v, chunk.operand(v))
             for name, part in self.second_shares(chunk, tile, totals).items():
                 sums[name] += part
         return sums
