@@ -121,7 +121,7 @@ class Factor:
         compute: torch.dtype,
         cast: torch.dtype,
         few_rows: FewRows,
-        buffer: Buffer | None = None,  # where a slice is converted to: a new tensor where there is none
+        buffer: Buffer,
         once: Once | None = None,  # where the entries' copies in other dtypes stay for the whole call
     ) -> None:
         self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
@@ -140,13 +140,12 @@ class Factor:
 
         passing: whether one of a head that is converted may be in it, too, as new memory costs a CPU more.
         """
-        table, cast = self.table
-        if isinstance(table, Tensor):
-            rows = table[v].to(cast)
-            fresh = not passing or self.buffer is None or rows.dtype == self.dtype or rows.device.type != "cpu"
-            return rows.to(self.dtype) if fresh else self.buffer(rows.shape).copy_(rows)
-        rows = table.rows(v, self.buffer((v.stop - v.start, table.shape[1])))
-        return rows.to(cast).to(self.dtype)
+        (table, cast), shape = self.table, (v.stop - v.start, self.entries.shape[1])
+        if not isinstance(table, Tensor):
+            return table.rows(v, self.buffer(shape)).to(cast).to(self.dtype)
+        rows = table[v].to(cast)
+        in_buffer = passing and rows.dtype != self.dtype
+        return self.buffer(shape).copy_(rows) if in_buffer else rows.to(self.dtype)
 
     @property
     def table(self) -> tuple[Weight, torch.dtype]:
@@ -214,7 +213,7 @@ class Projection:
         self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows, buffer, once)]
         if lora_hidden is not None and lora_b is not None:  # small: they multiply in the compute dtype
             entries = lora_b.detach()[: head.local_rows]
-            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows))
+            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows, buffer))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     @property
@@ -224,7 +223,8 @@ class Projection:
 
     def operand(self, v: slice, passing: bool = False) -> Operands:
         """The slice of every factor in its operands' dtype."""
-        return tuple(f.operand(v, passing) for f in self.factors)
+        first, *others = self.factors
+        return first.operand(v, passing), *(f.operand(v) for f in others)
 
     def logits(self, w: Operands | None, v: slice, out: Tensor) -> Tensor:
         """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`. w: its operands; None: a part at a time."""
