@@ -374,7 +374,6 @@ class Chunk:
                 lora=lora,
                 buffer=partial(scratch.take, name),
                 once=partial(scratch.once, name) if slices.copied else None,
-                at_once=slices.at_once,
             )
 
         policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")
@@ -436,16 +435,23 @@ class Chunk:
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
     def operand(self, v: slice) -> Operands | None:
-        """The policy's operands of a slice; None where they are converted in parts, by whoever makes the logits."""
+        """The policy's operands of a slice; None where they are converted in parts, and each for its logits alone."""
         return None if self.slices.at_once else self.policy.operand(v)
 
-    def logits(self, v: slice, w: Operands | None, name: str = "", columns: bool = False) -> Tile:
-        """The slice's logits, in the buffers that `name` tells apart.
+    def put_logits(self, v: slice, w: Operands | None, out: Tensor) -> Tensor:
+        """The policy's logits of a slice, (C, S), into `out`; w: what `operand` gave."""
+        if w is not None:
+            return self.policy.logits(w, v, out)
+        for start in range(v.start, v.stop, self.slices.at_once):
+            some = slice(start, min(v.stop, start + self.slices.at_once))
+            part = out[:, some.start - v.start : some.stop - v.start]
+            self.policy.logits(self.policy.operand(some, passing=True), some, part)
+        return out
 
-        w: as `Projection.logits`'; columns: as `Scratch.take`'s.
-        """
+    def logits(self, v: slice, w: Operands | None, name: str = "", columns: bool = False) -> Tile:
+        """The slice's logits, in the buffers that `name` tells apart; w: as `put_logits`', columns: as `Scratch.take`'s."""
         shape = self.n_tokens, v.stop - v.start
-        tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape, columns)))
+        tile = Tile(v, self.put_logits(v, w, self.scratch.take("z" + name, shape, columns)))
         if self.reference is not None:
             ref = self.reference
             tile.z_ref = ref.logits(ref.operand(v), v, self.scratch.take("z_ref" + name, shape, columns))

@@ -199,9 +199,8 @@ class Projection:
         lora: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R) of the tokens, (V, R) of the entries
         buffer: Buffer,
         once: Once | None = None,
-        at_once: int = 0,  # as of `Slices`
     ) -> None:
-        self.head, self.at_once = head, at_once
+        self.head = head
         self.compute = compute
         self.bias = None if head.bias is None else head.bias.detach()[: head.local_rows].to(compute).contiguous()
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
@@ -226,15 +225,9 @@ class Projection:
         first, *others = self.factors
         return first.operand(v, passing), *(f.operand(v) for f in others)
 
-    def logits(self, w: Operands | None, v: slice, out: Tensor) -> Tensor:
-        """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`. w: its operands; None: a part at a time."""
+    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
+        """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`."""
         first = self.factors[0]
-        if w is None:
-            step = self.at_once or v.stop - v.start
-            for start in range(v.start, v.stop, step):
-                some = slice(start, min(v.stop, start + step))
-                self.logits(self.operand(some, passing=True), some, out[:, some.start - v.start : some.stop - v.start])
-            return out
         with bf16_products(first.in_tiles):
             product(first.rows, w[0].t(), out)
         if first.late is not None:
@@ -311,7 +304,7 @@ class GivenLogits(Projection):
     def operand(self, v: slice, passing: bool = False) -> Operands:
         return ()
 
-    def logits(self, w: Operands | None, v: slice, out: Tensor) -> Tensor:
+    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         first = self.head.vocab_start
         return out.copy_(self.rows.read(self.tokens, slice(first + v.start, first + v.stop))).div_(self.column)
 

@@ -97,7 +97,7 @@ class Running(Form):
                 tile.m = self.state.m
                 return self.state, SliceMass(self.state.m, new, None)
             self.steady = False  # where it was too low once, it may be again
-            self.chunk.policy.logits(self.w, tile.v, tile.z)
+            self.chunk.put_logits(tile.v, self.w, tile.z)
             self.chunk.mask(tile)
         out, mass = add_slice(self.state, tile.z, tile.z_ref, *peaks(tile), self.label, self)
         if self.keep == "weights":
