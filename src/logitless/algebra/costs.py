@@ -105,8 +105,8 @@ class Slices:
     """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes.
 
     copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
-    converted whenever it is read. at_once: how many of its entries are so together, by a CPU that needs them for one
-    product alone; else 0. in_products: whether the kernel of the products adds up its logits, so that there is no slice
+    converted whenever it is read. at_once: how many entries a CPU converts together, where one product alone needs
+    them; else 0. in_products: whether the kernel of the products adds up its logits, so that there is no slice
     of these unless it has stored them for backward, too.
     """
 

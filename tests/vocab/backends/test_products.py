@@ -49,16 +49,17 @@ def test_numbers(rows, columns, monkeypatch):
     assert (out - exact).abs().max() <= 1.2 * plain + 1e-7 * exact.abs().max()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("columns", [1, 2, 7, WIDE])
-def test_one_row_in_parts(columns, threads):
+@pytest.mark.parametrize("columns", [1, 2, 7, 16, WIDE])
+def test_one_row_in_parts(columns):
     a, b, _ = matrices(1, 300, columns)
     room = torch.full((1, columns + 9), torch.nan)
     out = room[:, 4 : 4 + columns]
     exact = a.double() @ b.double()
+    assert product(a, b, out) is out
     with put_back():
-        torch.set_num_threads(threads)
-        assert product(a, b, out) is out
+        for threads in (1, 3, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(product(a, b, torch.full((1, columns), torch.nan)), out)
     plain = max((x - exact).abs().max() for x in (torch.mm(a, b), torch.mm(b.t(), a.t()).t()))
     assert (out - exact).abs().max() <= 1.2 * plain + 1e-6 * exact.abs().max()
     assert room.isnan().sum() == 9

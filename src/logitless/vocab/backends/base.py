@@ -449,7 +449,10 @@ class Chunk:
         return out
 
     def logits(self, v: slice, w: Operands | None, name: str = "", columns: bool = False) -> Tile:
-        """The slice's logits, in the buffers that `name` tells apart; w: as `put_logits`', columns: as `Scratch.take`'s."""
+        """The slice's logits, in the buffers that `name` tells apart.
+
+        w: as `put_logits`'; columns: as `Scratch.take`'s.
+        """
         shape = self.n_tokens, v.stop - v.start
         tile = Tile(v, self.put_logits(v, w, self.scratch.take("z" + name, shape, columns)))
         if self.reference is not None:

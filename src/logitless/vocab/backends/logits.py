@@ -65,7 +65,8 @@ LOG2E = math.log2(math.e)
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
-PIECE, NARROW = 2048, 512  # columns at a time, and fewer than which are multiplied in rows
+PIECE, NARROW = 2048, 512  # columns at a time; a product with fewer than NARROW is made in rows
+PARTS = 16  # of the columns of a product with one row
 CUT, BLOCK = ("cuda",), 8  # devices whose library multiplies whole blocks of so many numbers, and slowly what is left
 
 
@@ -138,7 +139,7 @@ class Factor:
     def operand(self, v: slice, passing: bool = False) -> Tensor:
         """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice.
 
-        passing: whether one of a head that is converted may be in it, too, as new memory costs a CPU more.
+        passing: whether a converted slice may be in the buffer, too: new memory costs a CPU more time.
         """
         (table, cast), shape = self.table, (v.stop - v.start, self.entries.shape[1])
         if not isinstance(table, Tensor):
@@ -337,18 +338,18 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     if a.dtype == out.dtype:
         if _is_chained(out) and a.shape[1] > CHAIN:
             return add_product(a, b, out.zero_())
-        if len(a) == 1 and _is_mkls(out):
+        if len(a) == 1 and _is_plain_fp32(out):
             return product_of_one(a, b, out)
         return product_in_columns(a, b, out) if _faster_in_columns(a, out) else torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def product_of_one(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b into `out` of one row, in parts at once: by a vector MKL multiplies slowly, and with one thread.
+    """a @ b into `out`, of one row, as a batch of parts: MKL multiplies by a vector slowly, and with one thread.
 
-    docs/decisions/0056
+    As many parts for any number of threads, so that all give the same bits. docs/decisions/0056
     """
-    parts = max(2, torch.get_num_threads())
+    parts = min(PARTS, out.shape[1])
     size = out.shape[1] // parts
     whole = parts * size
     of_parts = b[:, :whole].t().unflatten(0, (parts, size))
@@ -372,11 +373,11 @@ def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
     docs/decisions/0040, and 0048 for Intel's, which does not
     """
     some = len(a) in SOME and a.shape[1] >= LONG and out.shape[1] >= NARROW
-    return some and a.stride(1) == 1 and _is_mkls(out)
+    return some and a.stride(1) == 1 and _is_plain_fp32(out)
 
 
-def _is_mkls(out: Tensor) -> bool:
-    """Whether a product is MKL's, in rows, on a processor that it was not written for."""
+def _is_plain_fp32(out: Tensor) -> bool:
+    """Whether `out` is fp32 on a CPU, its rows in one piece, and the processor not Intel's, whom MKL is for."""
     return out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1 and not is_intel()
 
 

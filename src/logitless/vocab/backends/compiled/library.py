@@ -44,7 +44,7 @@ def _library(compiler: str, processor: str, pairs: bool) -> Any:
         flags = (*FLAGS[processor], *(PAIRS if pairs else ()))
         return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *flags]))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
-        if pairs:  # which a compiler of before 2020 does not know
+        if pairs and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
             return _library(compiler, processor, False)
         said = first_line(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
@@ -95,7 +95,7 @@ _address, _number = ctypes.c_void_p, ctypes.c_int64
 class Factor(ctypes.Structure):
     """As in cpp/product.h: tokens (C, size) in fp32 and entries (V, size), which have `half` the bits in bf16.
 
-    pairs: of numbers that are bf16's in both are multiplied.
+    pairs: whether both are bf16, and multiplied two numbers at a time.
     """
 
     _fields_ = (

@@ -1,4 +1,4 @@
-// Rows of numbers as a product has them: in panels, as floats or as pairs of bfloat16, each in the place of a float.
+// Packs rows of numbers into the panels that a product reads: floats, or pairs of bfloat16 in the place of floats.
 #pragma once
 #include <algorithm>
 #include <cstring>

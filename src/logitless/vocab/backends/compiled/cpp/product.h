@@ -24,7 +24,7 @@ struct Factor {
 struct Head {
   const Factor* factors;  // of which only the first may have pairs
   int64_t n_factors;
-  const float* inner;  // a number a token, which products of pairs are to be multiplied by; or null
+  const float* inner;  // a number a token, by which the sums of pairs are multiplied; or null
   const float* outer;  // a number a token, or null
   float* packed;       // room for the tokens
   long size() const {

@@ -63,7 +63,7 @@ static void pack_numbers(const Head& head, long width, long v, long count, float
   }
 }
 
-// The same of a head with one factor of bfloat16, as pairs of two entries: [rows / ROWS][ENTRIES, of which half is used][ROWS]
+// The same of a head with one factor of bfloat16, two entries to a pair, so that half of each panel is used
 static void pack_pairs(const Factor& w, long v, long count, float* packed) {
   for (long i = 0; i < count; i += 2) {
     const uint16_t* first = static_cast<const uint16_t*>(w.entries) + (v + i) * w.entries_stride;

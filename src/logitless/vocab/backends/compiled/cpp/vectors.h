@@ -54,7 +54,7 @@ static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
 #endif
 
-// Pairs of bfloat16, each in the place of a float; nobody calls these where they are not multiplied
+// Pairs of bfloat16, each in the place of a float. A processor that does not multiply them never calls these.
 #if defined(__AVX512BF16__)
 constexpr bool MULTIPLIES_PAIRS = true;
 static inline Vector fma_pairs(Vector a, Vector b, Vector sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
