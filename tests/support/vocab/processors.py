@@ -8,6 +8,7 @@ from logitless.vocab.call import compiled_support
 from logitless.vocab.devices import has_bf16_pairs
 
 _why_not = compiled_support.why_not("cpu")
+needs_a_compiler = pytest.mark.skipif(_why_not is not None, reason=str(_why_not))
 if _why_not is None and (processor := torch.backends.cpu.get_cpu_capability()) not in library.FLAGS:
     _why_not = f"it is written for {' and '.join(library.FLAGS)}, got {processor}"
 needs_library = pytest.mark.skipif(_why_not is not None, reason=str(_why_not))

@@ -14,10 +14,9 @@ from logitless.vocab.call import choice, compiled_support, validate
 from tests.support import forked
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import EVERYTHING, assert_near_in_norm, compare, compare_loss, operands
+from tests.support.vocab.processors import needs_a_compiler
 
 pytestmark = pytest.mark.compiled
-REASON = compiled_support.why_not("cpu")
-needs_a_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 WANT = ("logprob", "entropy")
 
 

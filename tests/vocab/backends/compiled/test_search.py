@@ -8,13 +8,11 @@ import torch
 
 import logitless as ll
 from logitless.vocab.backends.compiled import kernels, search
-from logitless.vocab.call import compiled_support
 from logitless.vocab.noise import PLAIN, Noise
 from tests.support.vocab.comparing import operands
+from tests.support.vocab.processors import needs_a_compiler
 
 pytestmark = pytest.mark.compiled
-REASON = compiled_support.why_not("cpu")
-needs_a_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 @pytest.fixture(autouse=True)

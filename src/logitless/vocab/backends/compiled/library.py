@@ -108,6 +108,11 @@ class Factor(ctypes.Structure):
         ("pairs", _number),
     )
 
+    @property
+    def length(self) -> int:
+        """Of a packed row, where a pair has a float's place."""
+        return (self.size + 1) // 2 if self.pairs else self.size
+
 
 class Head(ctypes.Structure):
     """As in cpp/product.h."""

@@ -180,18 +180,13 @@ def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> H
         factor.size, factor.half = tokens.shape[1], entries.dtype == torch.bfloat16
     factors[0].pairs = pairs
     held.append(factors)
-    size = sum(_packed(factor.size, factor.pairs) for factor in factors)
+    size = sum(factor.length for factor in factors)
     head = Head(factors, len(products), packed=chunk.scratch.take(name, (size, width)).data_ptr())
     for kind, x in (("inner", on.inner if pairs and first.scaled else None), ("outer", on.outer)):
         if x is not None:
             room = chunk.scratch.take(f"{name} {kind}", (1, width))
             setattr(head, kind, held.address(_of_lanes(_column(x, chunk)[:, 0], room)))
     return head
-
-
-def _packed(size: int, pairs: bool) -> int:
-    """How many floats the numbers of a row take."""
-    return -(-size // 2) if pairs else size
 
 
 def _column(x: float | Tensor, chunk: Chunk) -> Tensor:
