@@ -8,11 +8,12 @@ import torch
 
 import logitless as ll
 from bench.harness import read_lines
-from bench.real import align, stored
+from bench.real import align, bf16, stored
 from bench.real.rounded import rounded
 from bench.real.rules import without_e, words_without_e
 from bench.real.statistics import calibration, quantiles
 from bench.real.text import FILES, texts
+from tests.support.vocab.processors import needs_a_compiler
 
 
 def test_calibration_is_the_mean_distance_of_what_is_said_and_what_comes_true():
@@ -48,6 +49,17 @@ def test_what_storing_loses_is_the_dense_divergence():
     assert [found[name]["bytes"] for name in ("bfloat16", "fp8", "best 10")] == [32, 20, 80]
     left = 1 - p.exp().topk(10).values.sum(-1)
     assert found["best 10"]["left"]["mean"] == pytest.approx(left.mean().item(), rel=0.01)
+
+
+@needs_a_compiler
+def test_what_bf16_loses_is_less_than_plain_torch_loses():
+    hidden, weight, labels = torch.randn(40, 64), torch.randn(700, 64), torch.randint(700, (40,))
+    found = {row["way"]: row for row in bf16.measure(hidden.bfloat16(), weight.bfloat16(), labels, 0)}
+    plain = found.pop("plain")
+    for row in found.values():
+        assert row["logprob"] < 1e-4 < plain["logprob"]
+        assert 1e-4 < row["hidden"] < plain["hidden"]
+        assert 1e-4 < row["weight"] < plain["weight"]
 
 
 def test_a_row_rounded_to_8_bits_is_whole_numbers_times_its_scale():
