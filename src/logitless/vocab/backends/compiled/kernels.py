@@ -35,14 +35,13 @@ _lock = threading.Lock()
 _compiled: dict[Hashable, Callable[..., Any] | None] = {}
 
 
-def run(key: Hashable, function: Function, tensors: Tensors, of_entries: tuple[str, ...] = ()) -> Tensors:
+def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
     """`function(tensors)`, compiled: which may write into its tensors, all (C,) or (C, S), and returns others.
 
-    key: what, beside the tensors' names and dtypes, tells it from other functions. of_entries: the names of those that
-    are (S,). Plain where it cannot be compiled.
+    key: what, beside the tensors' names and dtypes, tells it from other functions. Plain where it cannot be compiled.
     """
     columns = any(x.dim() == 2 and lies_in_columns(x) for x in tensors.values())
-    kernel = _of((key, columns, *((name, x.dtype) for name, x in tensors.items())), function, tensors, of_entries)
+    kernel = _of((key, columns, *((name, x.dtype) for name, x in tensors.items())), function, tensors)
     if kernel is None:
         return function(tensors)
     call, outputs = kernel
@@ -73,18 +72,18 @@ def count() -> int:
     return sum(x is not None for x in _compiled.values())
 
 
-def _of(key: Hashable, function: Function, tensors: Tensors, of_entries: tuple[str, ...]) -> Any:
+def _of(key: Hashable, function: Function, tensors: Tensors) -> Any:
     """The compiled function and its outputs' names, None where it could not be compiled."""
     if key not in _compiled:
         with _lock:
             if key not in _compiled:
-                _compiled[key] = _attempt(function, tensors, of_entries)
+                _compiled[key] = _attempt(function, tensors)
     return _compiled[key]
 
 
-def _attempt(function: Function, tensors: Tensors, of_entries: tuple[str, ...]) -> Any:
+def _attempt(function: Function, tensors: Tensors) -> Any:
     try:
-        return build(function, tensors, of_entries)
+        return build(function, tensors)
     except Exception as error:  # whatever a compiler, a full disk or another torch says
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -112,19 +111,17 @@ EXACTLY: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _example(x: Tensor, of_entries: bool) -> Tensor:
+def _example(x: Tensor) -> Tensor:
     """A tensor of x's dtype that lies as x does, to trace a function with."""
     tokens, entries = SIZES
     if x.dim() == 1:
-        return torch.empty(entries if of_entries else tokens, dtype=x.dtype)
+        return torch.empty(tokens, dtype=x.dtype)
     if lies_in_columns(x):
         return torch.empty(entries // BLOCK * BLOCK, tokens, dtype=x.dtype).t()
     return torch.empty(tokens, entries, dtype=x.dtype)
 
 
-def build(
-    function: Function, tensors: Tensors, of_entries: tuple[str, ...] = ()
-) -> tuple[Callable[..., Any], list[str]]:
+def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], list[str]]:
     """`function` of tensors that lie as these do, whatever their sizes, compiled, and the names of what it returns."""
     from torch._inductor import standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -137,7 +134,7 @@ def build(
         return list(found.values())
 
     with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's default device
-        examples = [_example(x, name in of_entries) for name, x in tensors.items()]
+        examples = [_example(x) for x in tensors.values()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         return standalone_compile(graph, inputs, options={"config_patches": OPTIONS}), outputs

@@ -19,13 +19,18 @@ from ....algebra.online_softmax import EMPTY, FAR, MASK
 from ....hashes import hash_of
 from ...call.compiled_support import PATIENCE, compiler, first_line
 from ...devices import has_bf16_pairs
+from ...noise import MULTIPLIERS, ROUNDS, WEYL
 
 SOURCES = Path(__file__).with_name("cpp")
 MAIN = SOURCES / "stream.cpp"
 FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
 PAIRS = ("-mavx512bf16", "-mavx512vl")  # beside those, where a processor has it
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
-NUMBERS = tuple(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR)))
+NUMBERS = (
+    *(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR))),
+    *(f"-D{name}={','.join(f'{x}u' for x in words)}" for name, words in (("MULTIPLIERS", MULTIPLIERS), ("WEYL", WEYL))),
+    f"-DROUNDS={ROUNDS}",
+)
 
 _lock = threading.Lock()
 
@@ -36,13 +41,21 @@ def library() -> Any:
         return _library(compiler(), torch.backends.cpu.get_cpu_capability(), has_bf16_pairs())
 
 
+def is_made() -> bool:
+    """Whether it lies on the disk, so that `library` compiles nothing."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    try:
+        return processor in FLAGS and _place(_command(compiler(), processor, has_bf16_pairs())).exists()
+    except OSError:  # no folder can be made for it
+        return False
+
+
 @cache
 def _library(compiler: str, processor: str, pairs: bool) -> Any:
     if processor not in FLAGS:
         return None
     try:
-        flags = (*FLAGS[processor], *(PAIRS if pairs else ()))
-        return _load(_compiled([*shlex.split(compiler), *OPTIONS, *NUMBERS, *flags]))
+        return _load(_compiled(_command(compiler, processor, pairs)))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         if pairs and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
             return _library(compiler, processor, False)
@@ -55,16 +68,29 @@ def _library(compiler: str, processor: str, pairs: bool) -> Any:
         return None
 
 
-def _compiled(command: list[str]) -> Path:
-    """The library that this command makes of the sources: from the disk where it was made before."""
+def _command(compiler: str, processor: str, pairs: bool) -> tuple[str, ...]:
+    return *shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor], *(PAIRS if pairs else ())
+
+
+def _place(command: tuple[str, ...]) -> Path:
+    """Where the library lies that this command makes of the sources."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = Path(cache_dir()) / "logitless"
+    return Path(cache_dir()) / "logitless" / f"{_hash(command)}.so"
+
+
+@cache
+def _hash(command: tuple[str, ...]) -> str:
     sources = [x.read_text(encoding="utf-8") for x in sorted(SOURCES.iterdir())]
-    place = folder / f"{hash_of(chr(0).join([*command, *sources]).encode())}.so"
+    return hash_of(chr(0).join([*command, *sources]).encode())
+
+
+def _compiled(command: tuple[str, ...]) -> Path:
+    """The library that this command makes: from the disk where it was made before."""
+    place = _place(command)
     if not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as own:
             made = Path(own, place.name)
             done = [*command, "-o", str(made), str(MAIN)]
             subprocess.run(done, check=True, capture_output=True, text=True, timeout=PATIENCE)
@@ -74,8 +100,8 @@ def _compiled(command: list[str]) -> Path:
 
 def _load(place: Path) -> Any:
     found: Any = ctypes.CDLL(str(place))
-    calls = (found.accumulate, Streamed), (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens)
-    for function, given in calls:
+    products = (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens)
+    for function, given in ((found.accumulate, Streamed), *products, (found.search, Search)):
         function.argtypes = [ctypes.POINTER(given), ctypes.c_int]
     for size in (found.lanes, found.parts, found.entries, found.rows):
         size.restype = ctypes.c_long
@@ -195,4 +221,18 @@ class Streamed(ctypes.Structure):
         ("ref_kept", _address),
         ("best_logits", _address),
         ("best_entries", _address),
+    )
+
+
+class Search(ctypes.Structure):
+    """As in cpp/noise.h."""
+
+    _fields_ = (
+        ("seeds", _address),
+        ("positions", _address),
+        ("least", _address),
+        ("blocks", _address),
+        ("n_tokens", _number),
+        ("n_blocks", _number),
+        ("reached", _address),
     )

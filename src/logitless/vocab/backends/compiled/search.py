@@ -1,4 +1,4 @@
-"""The search for noise that can still win: compiled once a process has spent on it what loading a function takes.
+"""The search for noise that can still win, by the library in C++ where that lies on the disk or pays for itself.
 
 Its integers are the same either way, so that what was drawn never depends on when that was.
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...call.compiled_support import why_not
 from ...noise import PLAIN, Search, blocks_reaching
-from . import kernels
-from .kernels import Tensors
+from . import library
+from .kernels import is_plain
 
-PAID = 1 << 28  # ids that plain operations look through in the time that loading a compiled function takes
-AT_A_TIME = 1 << 21  # ids of a compiled call
+PAID = 1 << 26  # ids that plain operations look through in the time that compiling the library takes
+AT_A_TIME = 1 << 22  # ids of a call of the library
 
 _looked_through = 0  # ids, by plain operations in this process
 
@@ -23,9 +23,14 @@ def search_of(seeds: Tensor) -> Search:
     """How to search the noise of these seeds."""
     if seeds.device.type != "cpu":
         return PLAIN
-    plain = kernels.is_plain(seeds) and not torch.compiler.is_compiling()
-    pays = plain and _looked_through >= PAID and why_not(seeds.device) is None
-    return Search(_compiled, AT_A_TIME) if pays else Search(_counted)
+    plain = is_plain(seeds) and not torch.compiler.is_compiling()
+    return Search(_by_library, AT_A_TIME) if plain and _pays(seeds.device) else Search(_counted)
+
+
+def _pays(device: torch.device) -> bool:
+    """Whether there is a library, and nothing to compile or enough to look through."""
+    at_hand = library.is_made() or (_looked_through >= PAID and why_not(device) is None)
+    return at_hand and library.library() is not None
 
 
 def _counted(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
@@ -34,10 +39,10 @@ def _counted(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) ->
     return blocks_reaching(seeds, positions, blocks, words)
 
 
-def _compiled(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
-    tensors = {"seeds": seeds, "positions": positions, "blocks": blocks, "words": words}
-    return kernels.run("search", _reached, tensors, ("blocks",))["reached"]
-
-
-def _reached(tensors: Tensors) -> Tensors:
-    return {"reached": blocks_reaching(**tensors)}
+def _by_library(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
+    reached = torch.empty(len(seeds), len(blocks), dtype=torch.bool, device=seeds.device)
+    given = [x.contiguous() for x in (seeds, positions, words, blocks)]
+    addresses = (x.data_ptr() for x in given)
+    call = library.Search(*addresses, len(seeds), len(blocks), reached.data_ptr())
+    library.run(library.library().search, call)
+    return reached

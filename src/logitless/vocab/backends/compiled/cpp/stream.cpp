@@ -6,6 +6,7 @@
 
 #include "backward.h"
 #include "best.h"
+#include "noise.h"
 #include "sums.h"
 
 // One call: logits of `head`, and of `ref` if that has factors, for the same tokens and entries
@@ -110,6 +111,11 @@ int multiplies_pairs() { return MULTIPLIES_PAIRS; }
 // Each of these returns 0, or 1 where there is no memory.
 int multiply_entries(const OfEntries* call, int threads) { return multiply_for_entries(*call, threads); }
 int multiply_tokens(const OfTokens* call, int threads) { return multiply_for_tokens(*call, threads); }
+
+int search(const Search* call, int threads) {
+  search_words(*call, threads);
+  return 0;
+}
 
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;

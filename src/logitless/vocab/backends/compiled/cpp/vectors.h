@@ -1,4 +1,4 @@
-// Vectors of fp32 as AVX-512 and AVX2 have them, and functions of them that both compute alike.
+// Vectors of fp32, and of words, as AVX-512 and AVX2 have them, and functions of them that both compute alike.
 #pragma once
 #include <immintrin.h>
 
@@ -25,6 +25,17 @@ static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x);
 }
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
+
+// Words of 32 bits, in the lower halves of lanes of 64; nobody reads what is above them
+using Words = __m512i;
+static inline Words load_words(const int64_t* x) { return _mm512_loadu_si512(x); }
+static inline Words all_words(int64_t x) { return _mm512_set1_epi64(x); }
+static inline Words product(Words a, Words b) { return _mm512_mul_epu32(a, b); }  // all 64 bits
+static inline Words upper(Words a) { return _mm512_srli_epi64(a, 32); }
+static inline Words larger_words(Words a, Words b) { return _mm512_max_epu32(a, b); }
+static inline uint32_t words_at_least(Words a, Words b) {  // b of any 64 bits
+  return _mm512_cmpge_epi64_mask(a & all_words(UINT32_MAX), b);
+}
 #else
 using Vector = __m256;
 constexpr long WIDTH = 8;
@@ -52,7 +63,18 @@ static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
   return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
 }
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
+
+using Words = __m256i;
+static inline Words load_words(const int64_t* x) { return _mm256_loadu_si256(reinterpret_cast<const Words*>(x)); }
+static inline Words all_words(int64_t x) { return _mm256_set1_epi64x(x); }
+static inline Words product(Words a, Words b) { return _mm256_mul_epu32(a, b); }
+static inline Words upper(Words a) { return _mm256_srli_epi64(a, 32); }
+static inline Words larger_words(Words a, Words b) { return _mm256_max_epu32(a, b); }
+static inline uint32_t words_at_least(Words a, Words b) {
+  return 15 & ~_mm256_movemask_pd((__m256d)_mm256_cmpgt_epi64(b, a & all_words(UINT32_MAX)));
+}
 #endif
+constexpr long WORDS = WIDTH / 2;
 
 // Pairs of bfloat16, each in the place of a float. A processor that does not multiply them never calls these.
 #if defined(__AVX512BF16__)
