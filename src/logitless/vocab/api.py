@@ -181,7 +181,7 @@ def linear_cross_entropy(
 
     Dense equivalent:
 
-        z, s = softcap(scale * F.linear(hidden, weight, bias)) / temperature, label_smoothing
+        z, s = softcap(scale * F.linear(hidden, head.weight, head.bias)) / temperature, label_smoothing
         w = weight[labels]  # 1 without weights, 0 where ignored
         each = F.cross_entropy(z, labels, weight, reduction="none", label_smoothing=s)
         (each + z_loss * w * z.logsumexp(-1).square()).sum() / w.sum()
