@@ -9,6 +9,7 @@ import logitless as ll
 from logitless.cli.doctor import CALLS
 from logitless.cli.main import main
 from logitless.vocab.call import triton_support
+from tests.support.vocab.processors import needs_a_compiler
 from tests.support.workbench.units import assert_one_unit
 
 SMALL = ["--tokens", "64", "--hidden-size", "16", "--vocab-size", "301", "--dtype", "float32", "--device", "cpu"]
@@ -59,6 +60,16 @@ def test_prices_and_slices_are_those_of_the_calls(capsys):
     assert (call["slice_tokens"], call["slice_entries"]) == (said.slices.tokens, said.slices.width)
     assert (call["buffer_bytes"], call["gradient_bytes"]) == (said.buffer_bytes, said.gradient_bytes)
     assert call["tflop"] == said.flop / 1e12
+
+
+@needs_a_compiler
+def test_a_large_call_gets_the_backend_that_it_gets_unasked(capsys):
+    sizes = ["--tokens", "512", "--hidden-size", "16", "--vocab-size", "70000", "--dtype", "float32", "--device", "cpu"]
+    hidden, weight, labels = torch.randn(512, 16), torch.randn(70_000, 16), torch.randint(70_000, (512,))
+    said = ll.explain(hidden, ll.LMHead(weight), labels, want=("logprob", "entropy"))
+    call = next(c for c in report(capsys, *sizes)["calls"] if c["call"] == "log-prob + entropy, values")
+    assert (call["backend"], call["logits_held"]) == (said.backend, not said.slices.in_products)
+    assert (call["slice_tokens"], call["buffer_bytes"]) == (said.slices.tokens, said.buffer_bytes)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
     dtype = getattr(torch, config.dtype)
 
     def shape(*sizes: int) -> torch.Tensor:
-        """A tensor of this shape in the memory of one number."""
-        return torch.zeros(1, dtype=dtype, device=where).expand(sizes)
+        """A tensor of this shape in the memory of one row, whose numbers lie side by side as a real one's do."""
+        return torch.zeros(sizes[-1], dtype=dtype, device=where).expand(sizes)
 
     n, h, v = config.tokens, config.hidden_size, config.vocab_size
     labels = torch.zeros(1, dtype=torch.long, device=where).expand(n)
@@ -145,6 +145,7 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
             "tflop": said.flop / 1e12,
             "slice_tokens": said.slices.tokens,
             "slice_entries": said.slices.width,
+            "logits_held": said.slices.stored or not said.slices.in_products,
             "buffer_bytes": said.buffer_bytes,
             "saved_bytes": said.saved_bytes,
             "gradient_bytes": said.gradient_bytes,
@@ -165,9 +166,10 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
             if b["device"] == d["device"].partition(":")[0]:
                 table.add_row(d["device"], d["name"], size, b["backend"], "runs" if b["runs"] else b["reason"])
     console.print(table, highlight=False)
+    backends = " and ".join(dict.fromkeys(c["backend"] for c in found["calls"]))
     console.print(
         f"{plural(config.tokens, 'token')}, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, "
-        f"{config.dtype}, on {where} by {found['calls'][0]['backend']}",
+        f"{config.dtype}, on {where} by {backends}",
         highlight=False,
     )
     table = columns("<call", ">GEMMs", ">slices", ">workspace", ">gradients", ">dense")
@@ -175,6 +177,6 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
     calls = [(c, (c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"])) for c in found["calls"]]
     size = one_unit(nbytes for _, sizes in calls for nbytes in sizes)
     for c, sizes in calls:
-        slices = f"{c['slice_tokens']:,} × {c['slice_entries']:,}"
+        slices = f"{c['slice_tokens']:,} × {c['slice_entries']:,}" if c["logits_held"] else "none"
         table.add_row(c["call"], str(c["gemms"]), slices, *map(size, sizes))
     console.print(table, highlight=False)
