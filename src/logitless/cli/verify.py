@@ -11,7 +11,7 @@ import tyro
 
 from ..units import format_bytes, one_unit, parse_bytes
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import MOST, JsonFile, require
+from ..workbench.common.options import MOST, Device, JsonFile, require
 from . import options
 from .output import deliver
 
@@ -36,8 +36,7 @@ class VerifyConfig:
     """Logits above this get the logitless loss. Default: the --memory-budget of `logitless train` on this device."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the check runs."""
+    device: Device = "auto"
     seed: int = 0
     """Of the check's random numbers."""
     json: JsonFile = None
