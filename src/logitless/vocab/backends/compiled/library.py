@@ -46,7 +46,7 @@ def is_made() -> bool:
     processor = torch.backends.cpu.get_cpu_capability()
     try:
         return processor in FLAGS and _place(_command(compiler(), processor, has_bf16_pairs())).exists()
-    except OSError:  # no folder can be made for it
+    except (OSError, ValueError):  # no folder can be made for it, or CXX is no command
         return False
 
 
