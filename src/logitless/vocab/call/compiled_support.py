@@ -27,23 +27,23 @@ def why_not(device: torch.device | str) -> str | None:
 
 def compiler() -> str:
     """The command of the C++ compiler, as TorchInductor looks for it."""
-    return os.environ.get("CXX") or "g++"
+    return os.environ.get("CXX", "").strip() or "g++"
 
 
 @cache
 def _compiler_fails(command: str) -> str | None:
     """Tries the compiler on three lines."""
-    found = shlex.split(command)
-    if shutil.which(found[0]) is None:
-        return f"it needs a C++ compiler, {found[0]} is not installed; install one or name it in CXX"
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["-x", "c++", "-shared", "-fPIC", "-fopenmp", "-o", f"{folder}/probe.so", "-"]
-        try:
+    try:
+        found = shlex.split(command)
+        if shutil.which(found[0]) is None:
+            return f"it needs a C++ compiler, {found[0]} is not installed; install one or name it in CXX"
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ["-x", "c++", "-shared", "-fPIC", "-fopenmp", "-o", f"{folder}/probe.so", "-"]
             done = subprocess.run(
                 [*found, *arguments], input=PROGRAM, capture_output=True, text=True, check=False, timeout=PATIENCE
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"its C++ compiler {command!r} does not run: {error}"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # of a full disk or an open quotation mark, too
+        return f"its C++ compiler {command!r} does not run: {error}"
     if done.returncode:
         return f"its C++ compiler {command!r} cannot make a library with OpenMP: {first_line(done.stderr)}"
     return None

@@ -227,6 +227,26 @@ def test_a_broken_compiler_is_refused_with_its_own_words(monkeypatch):
         choice.choose("compiled", "cpu")
 
 
+def test_a_compiler_that_cannot_be_tried_is_none(monkeypatch):
+    """A full or missing folder of temporary files, and a CXX that is no command, leave a call to plain operations."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiled_support.tempfile, "mkdtemp", full)
+    compiled_support._compiler_fails.cache_clear()
+    try:
+        with pytest.raises(BackendError, match=r"does not run: .*No space left on device"):
+            choice.choose("compiled", "cpu")
+        assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "eager"
+        monkeypatch.setenv("CXX", 'g++ "')
+        assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "eager"
+    finally:
+        compiled_support._compiler_fails.cache_clear()
+    monkeypatch.setenv("CXX", " ")
+    assert compiled_support.compiler() == "g++"
+
+
 @needs_a_compiler
 def test_taken_unasked_where_a_call_is_worth_it():
     assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "compiled"
