@@ -276,6 +276,19 @@ def test_nan_and_infinity_are_seen_and_stay_with_their_token(streamed):
             assert x[[3, 17]].isnan().all(), name
 
 
+@pytest.mark.parametrize("entry", [0, 50, 95, 299])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_entry_that_is_nan_or_infinite_is_seen_in_every_token(bad, entry, streamed):
+    """By the maximum, too, whichever entries come after it in a block."""
+    ops = problem(20, 8, 300, bias=True)
+    ops.bias[entry] = bad
+    ops.labels.fill_(7)
+    sliced = ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
+    for name, x in values(ops).items():
+        torch.testing.assert_close(x, getattr(sliced, name), equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+    assert streamed == [20]
+
+
 def test_no_slice_of_logits_exists(streamed):
     ops = problem(200, 16, 30_000)
     seen = trace_allocations(lambda: values(ops, ("logprob", "entropy")))

@@ -1,5 +1,7 @@
 // What each token's logits add up to, as algebra/online_softmax.py defines it, with a tile of them more.
 #pragma once
+#include <cmath>
+
 #include "products.h"
 
 // EMPTY, MASK and FAR are those of algebra/online_softmax.py: see library.py
@@ -119,8 +121,11 @@ static void add(const float* logits, const float* ref, long count, const float* 
   store(sums.m, m);
 }
 
-// From Σw without the maximum's weights to Σw - 1: the maximum's own weight is known to be there
+// From Σw without the maximum's weights to Σw - 1: the maximum's own weight is known to be there. Where Σw is NaN
+// a logit was, too, and so the maximum is, whose vectors may have passed it over.
 static void count_maximum(const Sums& sums, long n) {
-  for (long i = 0; i < n; i++)
+  for (long i = 0; i < n; i++) {
     if (sums.peaks[i] > 0) sums.rest[i] += sums.peaks[i] - 1;
+    if (std::isnan(sums.rest[i]) && sums.m[i] < INFINITY) sums.m[i] = NAN;
+  }
 }
