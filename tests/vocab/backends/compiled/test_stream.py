@@ -123,6 +123,25 @@ def test_a_kl_has_the_digits_that_slices_have(apart, far, streamed):
     assert streamed == [34]
 
 
+def test_entries_that_neither_head_has_leave_a_small_kl_its_digits(streamed):
+    """Their difference is no number, and weighs nothing."""
+    ops = problem(34, 16, 1031, bias=True, reference=True)
+    ops.ref.hidden, ops.ref.weight = ops.hidden, ops.weight + 1e-4 * torch.randn_like(ops.weight)
+    ops.ref.bias = ops.bias.clone()
+    ops = with_impossible(ops, slice(3, 300), slice(3, 300))
+    ops.labels.fill_(1000)
+    exact = ops.to(torch.float64)
+    expected, got = (
+        ll.token_stats(of.hidden, of.head, of.labels, want=KL, reference=of.reference, backend=backend)
+        for of, backend in ((exact, "eager"), (ops, "compiled"))
+    )
+    for name in KL:
+        right = getattr(expected, name)
+        assert right.max() < 1e-6
+        torch.testing.assert_close(getattr(got, name).double(), right, rtol=1e-2, atol=1e-10)
+    assert streamed == [34]
+
+
 FIRST = {  # (z, z') of entries of the first block; b and d0: see algebra/online_softmax.py
     "as all others": [],
     "d0 far below": [(-59.0, 3.0)],
@@ -197,6 +216,32 @@ def test_a_budget_makes_chunks_and_a_small_one_makes_slices(budget, chunks, stre
         assert (len(streamed), sum(streamed)) == (chunks, 148 if chunks else 0)
         told = ll.explain(ops.hidden, ops.head, ops.labels, want=WANT, backend="compiled", memory_budget=budget)
         assert told.buffer_bytes <= budget
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_best_entries_are_among_what_is_told(threads, held):
+    ops = problem(200, 16, 3000)
+    given = {"want": ("logprob",), "top_k": 200, "backend": "compiled"}
+    with put_back():
+        torch.set_num_threads(threads)
+        ll.token_stats(ops.hidden, ops.head, ops.labels, **given)
+        assert held() <= ll.explain(ops.hidden, ops.head, ops.labels, **given).buffer_bytes
+
+
+def test_operands_that_do_not_lie_in_one_piece(streamed):
+    ops = problem(40, 24, 1031)
+    hidden, labels = ops.hidden.t().contiguous().t(), torch.stack([ops.labels] * 2, 1)[:, 0]
+    apart = dataclasses.replace(ops, hidden=hidden, labels=labels)
+    assert not any(x.is_contiguous() for x in (hidden, labels))
+    expected = values(ops)
+    for name, x in values(apart).items():
+        assert torch.equal(x, expected[name]), name
+    assert streamed == [40, 40]
+
+
+def test_a_thread_without_memory_is_said():
+    with pytest.raises(MemoryError, match="no memory for a thread's rows"):
+        library.run(lambda call, threads: 1, library.Streamed())
 
 
 def test_without_labels(streamed):
@@ -277,15 +322,19 @@ def test_nan_and_infinity_are_seen_and_stay_with_their_token(streamed):
 
 
 @pytest.mark.parametrize("entry", [0, 50, 95, 299])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf], ids=["NaN", "what inf - inf is", "inf"])
 def test_an_entry_that_is_nan_or_infinite_is_seen_in_every_token(bad, entry, streamed):
-    """By the maximum, too, whichever entries come after it in a block."""
+    """By the maximum, too, whichever entries come after it in a block, and as the best entry."""
     ops = problem(20, 8, 300, bias=True)
     ops.bias[entry] = bad
     ops.labels.fill_(7)
-    sliced = ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
-    for name, x in values(ops).items():
-        torch.testing.assert_close(x, getattr(sliced, name), equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+    sliced, found = (
+        ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, top_k=3, backend=backend)
+        for backend in ("eager", "compiled")
+    )
+    for name in (*WANT, "top_k_logits", "top_k_ids"):
+        x, right = getattr(found, name), getattr(sliced, name)
+        torch.testing.assert_close(x, right, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
     assert streamed == [20]
 
 
