@@ -104,6 +104,20 @@ def test_a_second_look_is_compiled(fresh, masked):
 
 
 @needs_a_compiler
+def test_a_function_is_of_one_beta(fresh):
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True).training("hidden", "weight")
+    for beta in (0.5, 0.2):
+        compare(ops, ("logprob", "jsd"), backend="compiled", memory_budget=60_000, jsd_beta=beta)
+
+
+@needs_a_compiler
+def test_a_number_each_of_the_tokens_may_lie_apart(fresh):
+    z, x = torch.randn(40, 300), torch.randn(40, 3)[:, 1]
+    found = kernels.run("apart", lambda tensors: {"y": tensors["z"] * tensors["x"][:, None]}, {"z": z, "x": x})
+    assert torch.equal(found["y"], z * x[:, None])
+
+
+@needs_a_compiler
 @pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("want", [(*WANT, "kl", "sum_sq_prob"), ("jsd", "reverse_kl", "rank")], ids=str)
 def test_columns_are_compiled_in_whole_blocks(want, more, fresh):
