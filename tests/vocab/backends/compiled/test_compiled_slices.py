@@ -111,6 +111,19 @@ def test_a_function_is_of_one_beta(fresh):
 
 
 @needs_a_compiler
+def test_an_infinite_kl_after_finite_ones_has_no_gradient_at_impossible_entries(fresh):
+    """Those are another function's than of heads whose logits are all finite."""
+    for bias in (False, True):
+        ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True, bias=bias).training("hidden", "weight")
+        if bias:
+            ops.ref.bias[3:9] = ops.bias[20:30] = -torch.inf
+        given = {"want": ("kl",), "reference": ops.reference, "backend": "compiled", "memory_budget": 60_000}
+        ll.token_stats(ops.hidden, ops.head, **given).kl.sum().backward()
+    assert not ops.weight.grad[3:9].isfinite().any()
+    assert not ops.weight.grad[20:30].any()
+
+
+@needs_a_compiler
 def test_a_number_each_of_the_tokens_may_lie_apart(fresh):
     z, x = torch.randn(40, 300), torch.randn(40, 3)[:, 1]
     found = kernels.run("apart", lambda tensors: {"y": tensors["z"] * tensors["x"][:, None]}, {"z": z, "x": x})
