@@ -107,8 +107,8 @@ def test_it_stays_plain_without_a_compiler_and_without_a_library(made, monkeypat
 def test_a_library_is_made_once_there_is_one_and_never_where_no_folder_can_be(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     assert not library.is_made()
-    made = library._compiled(library._command("g++", torch.backends.cpu.get_cpu_capability(), library.has_bf16_pairs()))
-    assert made.parent == Path(tmp_path, "cache", "logitless")
+    made = library._loaded(library._command("g++", torch.backends.cpu.get_cpu_capability(), library.has_bf16_pairs()))
+    assert made.place.parent == Path(tmp_path, "cache", "logitless")
     monkeypatch.setenv("CXX", "g++")
     assert library.is_made()
     for other in ("another-compiler", 'g++ "'):

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _library(compiler: str, processor: str, pairs: bool) -> Any:
     if processor not in FLAGS:
         return None
     try:
-        return _load(_compiled(_command(compiler, processor, pairs)))
+        return _loaded(_command(compiler, processor, pairs))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         if pairs and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
             return _library(compiler, processor, False)
@@ -85,17 +86,18 @@ def _hash(command: tuple[str, ...]) -> str:
     return hash_of(chr(0).join([*command, *sources]).encode())
 
 
-def _compiled(command: tuple[str, ...]) -> Path:
-    """The library that this command makes: from the disk where it was made before."""
+def _loaded(command: tuple[str, ...]) -> Any:
+    """The library that this command makes: from the disk where it was made before, and lies there whole."""
     place = _place(command)
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as own:
-            made = Path(own, place.name)
-            done = [*command, "-o", str(made), str(MAIN)]
-            subprocess.run(done, check=True, capture_output=True, text=True, timeout=PATIENCE)
-            os.replace(made, place)
-    return place
+    with suppress(OSError):
+        return _load(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as own:
+        made = Path(own, place.name)
+        done = [*command, "-o", str(made), str(MAIN)]
+        subprocess.run(done, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        os.replace(made, place)
+    return _load(place)
 
 
 def _load(place: Path) -> Any:

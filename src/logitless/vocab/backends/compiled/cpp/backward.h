@@ -13,7 +13,8 @@ struct Tile {
   int64_t n_tokens, vocab;
 };
 
-// The entries' products: out[vocab][size] of tokens transposed, which are a head's tokens, and as many as it has numbers
+// The entries' products: out[v] = Σ weight[v][n]·hidden[n]. What a head's product has as tokens, the numbers of a hidden
+// state are here, and its numbers are the tokens.
 struct OfEntries {
   Tile tile;
   Head tokens;        // one factor, (size, n_tokens)
