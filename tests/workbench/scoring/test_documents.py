@@ -167,6 +167,8 @@ def test_conversations_that_are_no_text_are_passed_over(tmp_path):
     texts = pa.concat_arrays([pa.array(["a"]), not_utf8(1), pa.array(["b"])])
     pq.write_table(pa.table({"prompt": texts, "completion": texts}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [("", ""), ("", "not UTF-8 text"), ("", "")]
+    pq.write_table(pa.table({"text": pa.array([0, 10**13]).cast(pa.timestamp("s"))}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet") == [("", "datetime in the place of text"), ("", "date value out of range")]
     Dataset(pa.table({"text": texts})).save_to_disk(tmp_path / "d")
     with pytest.raises(DataError, match=f"--data {tmp_path}/d: expected text in UTF-8"):
         read(tmp_path / "d")

@@ -12,7 +12,7 @@ from logitless.errors import DataError
 from logitless.workbench.common.files import write_json
 from logitless.workbench.common.written import no_text_beside
 from logitless.workbench.scoring.documents import Documents
-from logitless.workbench.sources.corpus import documents, standard_library, table
+from logitless.workbench.sources.corpus import chat_columns, documents, standard_library, table
 from logitless.workbench.sources.identity import text_files
 from tests.support.workbench.damage import not_utf8
 
@@ -198,6 +198,34 @@ def test_text_that_is_no_utf8(tmp_path, kind):
     for rows in (documents(str(path))[0], found[0]):
         with pytest.raises(DataError, match=f"--data {path}: expected text in UTF-8, got other bytes; write it in"):
             list(rows)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "directory"])
+def test_dates_that_python_does_not_have(tmp_path, kind):
+    """Milliseconds that were taken for seconds: beside text nobody reads them, in its place they are one line."""
+    path, far = tmp_path / f"a.{kind}", pa.array([10**13]).cast(pa.timestamp("s"))
+
+    def write(rows: pa.Table) -> str:
+        if kind == "parquet":
+            pq.write_table(rows, path)
+        else:
+            Dataset(rows).save_to_disk(path)
+        return str(path)
+
+    data = write(pa.table({"text": ["a"], "prompt": ["b"], "when": far}))
+    assert table(data, chat_columns) is None
+    assert list(documents(data)[0]) == ["a"]
+    data = write(pa.table({"prompt": ["a"], "completion": ["b"], "when": far}))
+    found = table(data, chat_columns)
+    assert found is not None
+    assert list(found[0]) == [{"prompt": "a", "completion": "b"}]
+    assert [piece.chat for piece in Documents(path, context=8)] == [{"prompt": "a", "completion": "b"}]
+    found = table(data)
+    assert found is not None
+    with pytest.raises(DataError, match=f"--data {path}: not a readable .* .date value out of range"):
+        list(found[0])
+    with pytest.raises(DataError, match=f"--data {path}: not a readable .* .date value out of range"):
+        list(documents(write(pa.table({"text": far})))[0])
 
 
 def test_splits_without_rows(tmp_path):

@@ -168,7 +168,11 @@ def _divide(given: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[
 
 def _table(config: AlignConfig, tokenizer: TextTokenizer, remark: Remark) -> tuple[list[Row], list[Row] | None] | None:
     """(rows, held-out rows or None) of a file or directory of prompts or pairs; None for text."""
-    found = table(config.data)
+
+    def wanted(names: list[str]) -> list[str]:
+        return names if "messages" in names or _is_given(dict.fromkeys(names), config) else []
+
+    found = table(config.data, wanted)
     if found is None:
         return None
     form = prompt_of if config.kind.rollouts else _pair_of

@@ -17,6 +17,7 @@ from ..sources.corpus import (
     TEXT_FIELDS,
     Row,
     arrow_rows,
+    chat_columns,
     check_one_text,
     ending,
     first_line,
@@ -201,11 +202,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
     try:
         with pq.ParquetFile(arrow_file(path)) as file:
             names = file.schema_arrow.names
-            name, chats = text_field(names), is_chat(names)
+            name, chats = text_field(names), chat_columns(names)
             if name is None and not chats:
                 yield str(path), 1.0, Problem(f"no column named {NAMES}")
                 return
-            for batch in file.iter_batches(batch_size=64, columns=None if chats else [name]):
+            for batch in file.iter_batches(batch_size=64, columns=chats or [name]):
                 for value in _chats(batch) if chats else map(_scalar, batch.column(0)):
                     row += 1
                     yield f"{path}:{row}", row / file.metadata.num_rows, value
@@ -219,15 +220,20 @@ def _chats(batch: Any) -> Iterator[Chat | Problem]:
     for row in range(batch.num_rows):
         try:
             yield Chat(batch.slice(row, 1).to_pylist()[0])
-        except UnicodeDecodeError:
-            yield Problem("not UTF-8 text")
+        except (ValueError, OverflowError) as error:
+            yield _unread(error)
 
 
 def _scalar(value: Any) -> Any:
     try:
         return value.as_py()
-    except UnicodeDecodeError:
-        return Problem("not UTF-8 text")
+    except (ValueError, OverflowError) as error:
+        return _unread(error)
+
+
+def _unread(error: ValueError | OverflowError) -> Problem:
+    """What Python has no value for: bytes that are no text, or a date after the year 9999."""
+    return Problem("not UTF-8 text" if isinstance(error, UnicodeDecodeError) else first_line(error)[:120])
 
 
 def _datasets(path: Path) -> Any:
@@ -236,8 +242,8 @@ def _datasets(path: Path) -> Any:
 
 def _table_rows(dataset: Any, where: str) -> Iterator[tuple[str, float, Any]]:
     """The rows of a `datasets` table, which stays on the disk."""
-    if is_chat(dataset.column_names):
-        for row, record in enumerate(dataset, 1):
+    if chats := chat_columns(dataset.column_names):
+        for row, record in enumerate(dataset.select_columns(chats), 1):
             yield f"{where}:{row}", row / len(dataset), Chat(record)
         return
     name = text_field(dataset.column_names)

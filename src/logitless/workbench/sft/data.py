@@ -14,7 +14,7 @@ from ...units import plural
 from ..common.files import readable, write_whole
 from ..sources import chat
 from ..sources.chat import Example, NotToldApart, example
-from ..sources.corpus import Row, documents, is_chat, table
+from ..sources.corpus import Row, chat_columns, documents, is_chat, table
 from ..sources.packing import PackedRows, Stream, check_ids, hold_out
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
@@ -83,7 +83,7 @@ def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Str
 
 def _chats(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
     """(conversations, those held out or None) where the data is of conversations."""
-    found = table(data)
+    found = table(data, chat_columns)
     if found is None:
         return None
     rows = iter(found[0])

@@ -12,13 +12,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
+from ...errors import DataError, LogitlessError
 from ...units import plural
 from ..common.files import arrow_file, parsed
 from ..common.written import no_text_beside
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
+CHAT_FIELDS = ("messages", "prompt", "completion", "tools")
 _REMEDIES = {  # by what is no text in a message, and what it is
     ("content", "list"): "; write its parts as one text",
     ("content", "null"): "; only a message with tool_calls may be without",
@@ -163,9 +164,12 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"--data {path}: not UTF-8 text") from None
 
 
-def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
+def table(
+    data: str | None, wanted: Callable[[list[str]], list[str]] = list
+) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
     """(rows, held-out rows or None) of a jsonl or parquet file or a `datasets` directory; None for other data.
 
+    wanted: which of a table's columns are read, none where it is other data; a jsonl file's lines are read whole.
     Raises DataError, of a jsonl file's lines while they are read.
     """
     path = Path(data or ".")
@@ -174,10 +178,12 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
     if ending(path) == ".jsonl" and path.is_file():
         return (record for _, record in json_records(path)), None
     if ending(path) == ".parquet" and path.is_file():
-        return _parquet_rows(path), None
+        columns = wanted(_parquet_columns(path))
+        return (_parquet_rows(path, columns), None) if columns else None
     if is_arrow(path):
         train, held = splits(path)
-        return arrow_rows(map(dict, train), path), None if held is None else arrow_rows(map(dict, held), path)
+        if columns := wanted(train.column_names):
+            return _arrow_table(train, columns, path), None if held is None else _arrow_table(held, columns, path)
     return None
 
 
@@ -185,6 +191,11 @@ def is_chat(columns: Iterable[str]) -> bool:
     """Whether rows with these columns are conversations: `messages`, or `prompt` and `completion`, and no text."""
     names = set(columns)
     return names.isdisjoint(TEXT_FIELDS) and ("messages" in names or {"prompt", "completion"} <= names)
+
+
+def chat_columns(names: Collection[str]) -> list[str]:
+    """Those of a table's columns that a conversation is made of; none where its rows are no conversations."""
+    return [name for name in CHAT_FIELDS if name in names] if is_chat(names) else []
 
 
 def text_field(names: Collection[str]) -> str | None:
@@ -249,9 +260,11 @@ def readable_rows(path: Path, what: str) -> Iterator[None]:
 
     try:
         yield
+    except LogitlessError:
+        raise
     except UnicodeDecodeError:
         raise DataError(f"--data {path}: expected text in UTF-8, got other bytes; write it in UTF-8") from None
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # two of dates that Python does not have
         raise DataError(f"--data {path}: not a readable {what} ({first_line(error)})") from None
 
 
@@ -355,12 +368,24 @@ def _parquet(path: Path, remark: Remark) -> Iterator[str]:
         yield from _strings((batch.column(0).to_pylist() for batch in batches), column, path, remark)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_columns(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
     with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
-        for batch in file.iter_batches(batch_size=256):
+        return file.schema_arrow.names
+
+
+def _parquet_rows(path: Path, columns: list[str]) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
+        for batch in file.iter_batches(batch_size=256, columns=columns):
             yield from batch.to_pylist()
+
+
+def _arrow_table(dataset: Any, columns: list[str], path: Path) -> Iterator[Row]:
+    there = [name for name in columns if name in dataset.column_names]
+    return arrow_rows(map(dict, dataset.select_columns(there)), path)
 
 
 def arrow_rows(rows: Iterable[Any], path: Path) -> Iterator[Any]:
