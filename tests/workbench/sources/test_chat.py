@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import reduce
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ MARKED = """{% for m in messages %}<s>{{ m['role'] }}
 FORGETS = "{% for m in messages %}<s>{{ m['role'] }}\n{{ 'hm ' if loop.last }}{{ m['content'] }}</s>\n{% endfor %}"
 ASKED = {"role": "user", "content": "who?"}
 SAID = {"role": "assistant", "content": "me."}
+NESTED = reduce(lambda inner, _: [inner], range(2000), [])
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,15 @@ def test_templates_that_fail_or_never_end(place, kind, begin, monkeypatch):
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(
+    "given", [lambda deep: {"tools": [{"x": deep}]}, lambda deep: {"messages": [{**ASKED, "x": deep}, SAID]}]
+)
+def test_what_is_nested_too_deeply_is_one_line(place, given):
+    """JSON of such a depth is read, and fails where what it is read into is written."""
+    with pytest.raises(ConfigError, match="--data here: the chat template failed: maximum recursion depth exceeded"):
+        example({"messages": [ASKED, SAID], **given(NESTED)}, tokenizer(place), "here")
 
 
 FORMS = {
@@ -171,7 +182,7 @@ def test_no_tools_are_none(place, none):
     assert "tools" not in tokenizer(place).saved.decode(found.ids.astype(int))
 
 
-@pytest.mark.parametrize("other", ["count", {"name": "count"}, ["count"], "{", 3, "[" * DEEP])
+@pytest.mark.parametrize("other", ["count", {"name": "count"}, ["count"], "{", 3, "[" * DEEP, NESTED])
 def test_tools_of_no_known_form(place, other):
     with pytest.raises(DataError, match=r"^--data here: tools: expected a list of objects, or JSON of one, got "):
         example({"messages": [ASKED, SAID], "tools": other}, tokenizer(place), "here")

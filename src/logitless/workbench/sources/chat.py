@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def _tools(row: Row, where: str) -> Tools:
         given = json.loads(given or "null") if isinstance(given, str) else _without_nulls(given)
     if given is None or (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
         return given or None  # templates announce tools where the list is empty, too
-    raise DataError(f"--data {where}: tools: expected a list of objects, or JSON of one, got {str(given)[:40]!r}")
+    raise DataError(f"--data {where}: tools: expected a list of objects, or JSON of one, got {reprlib.repr(given)}")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -155,8 +155,8 @@ def as_marked_chat(messages: list[dict[str, Any]], saved: Any, tools: Tools = No
 
 
 def _written(given: Any, write: Callable[[], tuple[str, Spans]]) -> tuple[str, Spans]:
-    most = 4 * len(str(given)) + MOST_CHARACTERS
     try:
+        most = 4 * len(str(given)) + MOST_CHARACTERS  # of objects that are nested too deeply there is no text
         with bounded(MOST_SECONDS, MOST_BYTES):
             text, spans = write()
         if len(text) > most:
