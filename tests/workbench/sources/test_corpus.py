@@ -1,5 +1,6 @@
 """Where documents come from, and one line for everything they cannot come from."""
 
+import errno
 import json
 import os
 
@@ -246,6 +247,26 @@ def test_what_is_neither_a_file_nor_a_folder(tmp_path):
     for path in ("/dev/null", tmp_path / "pipe"):
         with pytest.raises(DataError, match=f"--data {path}: expected a file or a folder, got a device or a pipe"):
             documents(str(path))
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    """Its text was missing without a word; a hidden one has none."""
+    for name in ("a", ".b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "c.txt").write_text("c")
+    closed, scandir = {"a", ".b"}, os.scandir
+
+    def opened(path):
+        if os.path.basename(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", opened)
+    for reads in (read, lambda path: Documents(path, context=8)):
+        with pytest.raises(DataError, match=f"--data {tmp_path}/a: Permission denied"):
+            reads(tmp_path)
+    closed.remove("a")
+    assert read(tmp_path) == ["c"]
 
 
 def test_bad_folders(tmp_path):

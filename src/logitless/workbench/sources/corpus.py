@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ...errors import DataError, LogitlessError
 from ...units import plural
@@ -91,9 +91,9 @@ def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
     """The files of a folder that hold its text, in the order of their names.
 
     Not those that are hidden, nor what is `written`, nor what runs write into their directories: what else lies there
-    is text.
+    is text. Raises DataError for a folder that cannot be read.
     """
-    files = sorted(path for path in root.rglob("*") if path.is_file())
+    files = sorted(_files(root))
     left_out: dict[Path, set[str]] = {}
     for path in files:
         if names := no_text_beside(path):
@@ -113,6 +113,17 @@ def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
         )
 
     return [path for path in files if is_document(path)]
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """The files below a folder, but for those in hidden ones."""
+
+    def refuse(error: OSError) -> NoReturn:  # of a folder, which rglob would leave out without a word
+        raise DataError(f"--data {error.filename}: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for path in (Path(folder, name) for name in names) if path.is_file())
 
 
 def standard_library() -> Iterator[str]:
