@@ -225,14 +225,14 @@ def test_a_loss_holds_what_is_told(kind, head, held):
 
 
 def test_a_compiler_that_knows_no_pairs_makes_the_rest(monkeypatch, pairs):
-    compiled = library._compiled
+    loaded = library._loaded
 
     def old(command):
         if library.PAIRS[0] in command:
             raise subprocess.CalledProcessError(1, command, stderr="error: unrecognized command-line option")
-        return compiled(command)
+        return loaded(command)
 
-    monkeypatch.setattr(library, "_compiled", old)
+    monkeypatch.setattr(library, "_loaded", old)
     library._library.cache_clear()
     try:
         with warnings.catch_warnings():
