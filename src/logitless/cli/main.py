@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LogitlessError, OptionError, is_out_of_memory
 from ..printable import on_one_line
+from .verbose import OPTION, listening
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     joined = _in_a_group()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without some sign is no reason to end; JSON is ASCII
-    status = _told(given[0] if given else "--help", given[1:])
+    with listening(given) as left:
+        status = _told(left[0] if left else "--help", left[1:])
     if _in_a_group() and not joined:
         _leave_the_other_ranks(status)
     return status if given else BAD_INPUT
@@ -158,5 +160,6 @@ def _help() -> str:
             *lines,
             "",
             "  --version  print the version        COMMAND --help  the options of a command",
+            f"  {OPTION}  say on stderr which backend each kind of call takes, and why not another",
         ]
     )

@@ -24,6 +24,7 @@ from ..workbench.common.files import check_outputs
 from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table, short
 from ..workbench.common.written import RUN_FILE
 from ..workbench.runs.rundir import check_own, check_place, stored
+from . import verbose
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
@@ -71,7 +72,8 @@ def _help(default: Any, prog: str, description: str) -> NoReturn:
         for f, value in ((f, getattr(default, f.name)) for f in fields(default))
     ]
     width = shutil.get_terminal_size().columns
-    print("\n\n".join(textwrap.fill(paragraph, width) for paragraph in description.split("\n\n")), end="\n\n")
+    paragraphs = description.split("\n\n") + [verbose.HELP] * hasattr(default, "device")
+    print("\n\n".join(textwrap.fill(paragraph, width) for paragraph in paragraphs), end="\n\n")
     tyro.cli(make_dataclass(kind.__name__, described), prog=prog, description="", args=["--help"])
     raise SystemExit(0)
 

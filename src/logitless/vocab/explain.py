@@ -23,15 +23,15 @@ from ..units import plural
 from .backends.load import load
 from .call import quack_support
 from .call.call import Call, Inputs, Needs
-from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_loss, compilable, flatten, flatten_whole_loss
+from .call.validate import check_loss, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
 from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once
 from .passes.price import by_registers, loss_price, planned, sparse_of, stats_price
 from .passes.quack import slices_for
+from .passes.told import passed_over_by
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,8 @@ def explain(
         outside=0 if call.outside is None else call.outside.rows,
         looks_twice=looks_twice(sums_of(call.options.want)),
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
-        passed_over=_passed_over(call),
+        passed_over=passed_over_by(call),
     )
-
-
-def _passed_over(call: Call) -> str:
-    o, hidden = call.options, call.inputs.hidden
-    return passed_over(o.backend, hidden.device, compilable(hidden, call.head), o.want, o.named)
 
 
 def _flop(call: Call, price: Price, rows: int) -> int:

@@ -23,6 +23,7 @@ from ..devices import full_precision
 from ..sizing import current_sizing
 from .gradient import GradientBuffers, add_gradient, one_hots
 from .price import planned, sparse_of
+from .told import tell
 
 
 def backend_of(call: Call) -> Backend:
@@ -39,6 +40,7 @@ class Pass:
         self.sparse = sparse_of(call, price)
         self.backend = backend_of(call)
         self.price, self.slices = planned(call, call.n_tokens, price, wide, together)
+        tell(call, self.price)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
         self._sums: list[Tensor] | None = None
         self._first: tuple[slice, Chunk] | None = None

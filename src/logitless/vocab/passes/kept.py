@@ -24,6 +24,7 @@ from ..call.sampling_mask import Places, SamplingMask
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
+from .told import tell
 
 GATHERED = 1 << 20  # elements of a chunk's gathered rows on a CPU, whose caches hold them
 NUMBERS = 64  # of an entry on a GPU, whose kernels gather no rows, while its chunk is computed
@@ -77,6 +78,7 @@ class KeptPass:
     def __init__(self, call: Call, mask: SamplingMask, places: Places) -> None:
         """mask, places: of the valid tokens."""
         self.call, self.backend, self.mask, self.places = call, backend_of(call), mask, places
+        tell(call, Price("kept", 0))
         self.step = entries_at_a_time(call)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
 
