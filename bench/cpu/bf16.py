@@ -42,18 +42,16 @@ def multiplying(way):
 
 
 class Operands:
-    """Hidden states and a head in bf16, each of which may be trained."""
+    """Hidden states and a head, each of which may be trained."""
 
-    def __init__(self, tokens, inner, vocab):
-        self.labels = torch.randint(vocab, (tokens,))
-        self.hidden = torch.randn(tokens, inner).bfloat16().requires_grad_()
-        self.weight = (3 * torch.randn(vocab, inner) / inner**0.5).bfloat16().requires_grad_()
-        self.fixed = self.hidden.detach(), self.weight.detach()
-        self.tile = torch.empty(tokens, WIDTH, dtype=torch.bfloat16)
+    def __init__(self, hidden, weight, labels):
+        self.hidden, self.weight, self.labels = hidden.requires_grad_(), weight.requires_grad_(), labels
+        self.fixed = hidden.detach(), weight.detach()
+        self.tile = torch.empty(len(hidden), WIDTH, dtype=hidden.dtype)
 
-    def values(self):
+    def values(self, *more):
         hidden, weight = self.fixed
-        want = ("logprob", "entropy")
+        want = ("logprob", "entropy", *more)
         return ll.token_stats(hidden, ll.LMHead(weight), self.labels, want=want, backend="compiled").logprob
 
     def frozen(self):
@@ -64,14 +62,13 @@ class Operands:
         ll.linear_cross_entropy(self.hidden, ll.LMHead(self.weight), self.labels, backend="compiled").backward()
 
     def plain_values(self):
-        hidden, weight = self.fixed
-        return (hidden @ weight.t()).float().log_softmax(1).gather(1, self.labels[:, None])[:, 0]
+        return _plain_logits(*self.fixed).log_softmax(1).gather(1, self.labels[:, None])[:, 0]
 
     def plain_frozen(self):
-        F.cross_entropy((self.hidden @ self.fixed[1].t()).float(), self.labels).backward()
+        F.cross_entropy(_plain_logits(self.hidden, self.fixed[1]), self.labels).backward()
 
     def plain_loss(self):
-        F.cross_entropy((self.hidden @ self.weight.t()).float(), self.labels).backward()
+        F.cross_entropy(_plain_logits(self.hidden, self.weight), self.labels).backward()
 
     def bare(self, products):
         """As many of the logits, the tokens' and the entries' products."""
@@ -84,9 +81,17 @@ class Operands:
                 torch.mm(z.t(), hidden)
 
 
+def _plain_logits(hidden, weight):
+    """Of the operands' dtype; their log-softmax is in fp32 or theirs, which may be float64."""
+    z = hidden @ weight.t()
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
 def measured(tokens, inner, vocab, rounds):
     """A record of one shape."""
-    x = Operands(tokens, inner, vocab)
+    labels, hidden = torch.randint(vocab, (tokens,)), torch.randn(tokens, inner)
+    weight = 3 * torch.randn(vocab, inner) / inner**0.5
+    x = Operands(hidden.bfloat16(), weight.bfloat16(), labels)
     right = torch.cat(
         [_logprob(h, x.fixed[1], of) for h, of in zip(x.fixed[0].split(64), x.labels.split(64), strict=True)]
     )

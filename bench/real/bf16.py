@@ -12,51 +12,20 @@ import argparse
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-
-import logitless as ll
-from bench.cpu.bf16 import multiplying
+from bench.cpu.bf16 import Operands, multiplying
 from bench.harness import results
 from bench.real.text import read
-
-
-class Operands:
-    """What is asked of a head on some tokens, in the dtype of both."""
-
-    def __init__(self, hidden, weight, labels):
-        self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
-        self.labels = labels
-
-    def values(self):
-        given = self.hidden.detach(), ll.LMHead(self.weight.detach()), self.labels
-        return ll.token_stats(*given, want=("logprob", "entropy", "rank"), backend="compiled").logprob
-
-    def loss(self):
-        return ll.linear_cross_entropy(self.hidden, ll.LMHead(self.weight), self.labels, backend="compiled")
-
-    def plain_values(self):
-        return self.plain_logits().detach().log_softmax(1).gather(1, self.labels[:, None])[:, 0]
-
-    def plain_loss(self):
-        return F.cross_entropy(self.plain_logits(), self.labels)
-
-    def plain_logits(self):
-        z = self.hidden @ self.weight.t()
-        return z.to(torch.promote_types(z.dtype, torch.float32))
-
-    def gradients(self, loss):
-        return [x.double() for x in torch.autograd.grad(loss(), [self.hidden, self.weight])]
 
 
 def measure(hidden, weight, labels, rounds):
     """A record for each way to multiply."""
     right = Operands(hidden.double(), weight.double(), labels)
-    logprob, gradients = right.plain_values(), right.gradients(right.plain_loss)
+    logprob, gradients = right.plain_values(), _gradients(right, right.plain_loss)
     x = Operands(hidden, weight, labels)
-    ways = {way: (way, x.values, x.loss) for way in ("bf16", "fp32")}
+    ways = {way: (way, partial(x.values, "rank"), x.loss) for way in ("bf16", "fp32")}
     ways["plain"] = "bf16", x.plain_values, x.plain_loss
     least, found = dict.fromkeys(ways, math.inf), {}
     for _ in range(rounds + 1):  # the first of which compiles
@@ -67,11 +36,18 @@ def measure(hidden, weight, labels, rounds):
                 least[name] = min(least[name], time.process_time() - start)
     for name, (way, _, loss) in ways.items():
         with multiplying(way):
-            off = [float((a - b).norm() / b.norm()) for a, b in zip(x.gradients(loss), gradients, strict=True)]
+            off = [float((a - b).norm() / b.norm()) for a, b in zip(_gradients(x, loss), gradients, strict=True)]
         yield {
             "kind": "bf16", "way": name, "tokens": len(labels), "cpu_s": round(least[name], 3),
             "logprob": float((found[name].double() - logprob).abs().max()), "hidden": off[0], "weight": off[1],
         }  # fmt: skip
+
+
+def _gradients(x, loss):
+    """Of hidden states and weight, in float64."""
+    x.hidden.grad = x.weight.grad = None
+    loss()
+    return [x.hidden.grad.double(), x.weight.grad.double()]
 
 
 def main(arguments=None):
