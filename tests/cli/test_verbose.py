@@ -44,5 +44,6 @@ def test_help_tells_of_it_where_something_is_computed(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert (HELP in capsys.readouterr().out) is told_of
-    assert main(["--verbose", "--help"]) == 0
-    assert "--verbose" in capsys.readouterr().out
+    for arguments, status in ((["--verbose", "--help"], 0), (["--verbose"], 2)):  # no command is asked for what to do
+        assert main(arguments) == status
+        assert "--verbose" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _told(left[0] if left else "--help", left[1:])
     if _in_a_group() and not joined:
         _leave_the_other_ranks(status)
-    return status if given else BAD_INPUT
+    return status if left else BAD_INPUT
 
 
 def _told(command: str, arguments: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ def made(monkeypatch):
         return by_library(*given)
 
     monkeypatch.setattr(search, "_looked_through", 0)
+    monkeypatch.setattr(search, "_at_hand", False)
     monkeypatch.setattr(search, "_by_library", counted)
     monkeypatch.setattr(library, "is_made", lambda: calls["is made"])
     return calls
@@ -85,7 +86,8 @@ def test_a_process_takes_the_library_where_it_is_made_or_there_was_enough_to_loo
         tokens.append(ll.sample_tokens(ops.hidden, ops.head, noise=noise).token)
         assert made["searches"] == searches
     assert search._looked_through == 6 * 1032
-    monkeypatch.setattr(search, "_looked_through", 0)
+    for name, before in (("_looked_through", 0), ("_at_hand", False)):
+        monkeypatch.setattr(search, name, before)
     tokens.append(ll.sample_tokens(ops.hidden, ops.head, noise=noise).token)
     assert made["searches"] == 3
     assert all(torch.equal(t, tokens[0]) for t in tokens)

@@ -17,6 +17,7 @@ PAID = 1 << 26  # ids that plain operations look through in the time that compil
 AT_A_TIME = 1 << 22  # ids of a call of the library
 
 _looked_through = 0  # ids, by plain operations in this process
+_at_hand = False  # whether there was a library, or one to make, so that no draw looks at the disk again
 
 
 def search_of(seeds: Tensor) -> Search:
@@ -29,8 +30,9 @@ def search_of(seeds: Tensor) -> Search:
 
 def _pays(device: torch.device) -> bool:
     """Whether there is a library, and nothing to compile or enough to look through."""
-    at_hand = library.is_made() or (_looked_through >= PAID and why_not(device) is None)
-    return at_hand and library.library() is not None
+    global _at_hand
+    _at_hand = _at_hand or library.is_made() or (_looked_through >= PAID and why_not(device) is None)
+    return _at_hand and library.library() is not None
 
 
 def _counted(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
