@@ -27,6 +27,7 @@ from .call.validate import (
     flatten,
     flatten_inputs,
     flatten_whole_loss,
+    is_draft,
 )
 from .dtypes import compute_dtype, dtype_of
 from .explain import Explanation, explain
@@ -114,6 +115,16 @@ def token_stats(
 def _uncompiled(function: F) -> F:
     """`function` as one graph break under torch.compile."""
     return torch.compiler.disable(function, reason=BREAKS)  # pyright: ignore[reportReturnType]
+
+
+def _breaks_graphs(head: LMHead, options: Options) -> bool:
+    """Whether no graph of torch.compile can hold a call: it reads stored rows, or an object of the caller's."""
+    reference = options.get("reference")
+    heads = [x for x in (head, *(reference if isinstance(reference, tuple) else ())) if isinstance(x, LMHead)]
+    quantised = any(x.weight_tensor is None for x in heads)
+    drafted = len(heads) > 1 and is_draft(*heads)
+    held = options.get("sampling_mask"), heads[0].sparse if heads else None, None if len(heads) > 1 else reference
+    return quantised or drafted or any(x is not None for x in held)
 
 
 @_uncompiled
@@ -207,12 +218,25 @@ def linear_cross_entropy(
     alike = label_smoothing, z_loss, reduction, divisor
     if reduction == "none":
         return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
-    call = _prepared(hidden, head, labels, alike=alike, weight=weight, formed=True, **options)
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), reduction == "mean", divisor)
-    if torch.compiler.is_compiling():
-        run = _broken_cross_entropy if call.breaks_graphs else operators.cross_entropy
-        return run(call, given)
-    return chunked_cross_entropy(call, given)
+    return _cross_entropy(hidden, head, labels, weight, given, alike, options)
+
+
+def _cross_entropy(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    weight: Tensor | None,
+    given: CrossEntropyOptions,
+    alike: tuple[Any, ...],
+    options: Options,
+) -> Tensor:
+    """The loss of all tokens, with its gradient formed in the forward pass."""
+    if torch.compiler.is_compiling() and _breaks_graphs(head, options):
+        return _uncompiled_cross_entropy(hidden, head, labels, weight, given, alike, options)
+    call = _prepared(hidden, head, labels, alike=alike, weight=weight, formed=True, **options)
+    run = operators.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
+    return run(call, given)
 
 
 def _cross_entropy_of_each(
@@ -251,21 +275,15 @@ def _token_stats(
     **options: Unpack[Options],
 ) -> TokenStats:
     """`token_stats`; alike, weight: as `_prepared` takes them."""
-    if options.get("sampling_mask") is not None and torch.compiler.is_compiling():
-        return _token_stats_over_sets(hidden, head, labels, alike, weight, **options)
+    if torch.compiler.is_compiling() and _breaks_graphs(head, options):
+        return _uncompiled_token_stats(hidden, head, labels, alike, weight, **options)
     call = _prepared(hidden, head, labels, alike=alike, weight=weight, **options)
-    if not torch.compiler.is_compiling():
-        found = stats(call)
-    elif call.breaks_graphs:
-        found = _broken_stats(call)
-    else:
-        found = operators.stats(call)
+    found = operators.stats(call) if torch.compiler.is_compiling() else stats(call)
     lead = hidden.shape[:-1]
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in found.items()})
 
 
-_token_stats_over_sets = _uncompiled(_token_stats)  # the sizes of sets are no shapes of a graph
-_broken_stats, _broken_cross_entropy = _uncompiled(stats), _uncompiled(chunked_cross_entropy)
+_uncompiled_token_stats, _uncompiled_cross_entropy = _uncompiled(_token_stats), _uncompiled(_cross_entropy)
 
 
 def _prepared(

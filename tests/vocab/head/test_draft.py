@@ -133,7 +133,7 @@ def test_a_target_beside_its_draft_breaks_the_graph():
     def kl(x):
         return ll.token_stats(x, head, want=("kl",), **options).kl
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a draft's head beside its target's breaks the graph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a draft's head beside its target's, .* break the graph"):
         torch.compile(kl, backend="eager", fullgraph=True)(ops.hidden)
 
 

@@ -265,13 +265,6 @@ class Call:
         return self.head.shard
 
     @property
-    def breaks_graphs(self) -> bool:
-        """Whether no operator of a compiled graph can carry it: it holds a caller's object, or a quantised weight."""
-        heads = [head for head in (self.head, self.reference) if head is not None]
-        quantised = any(head.weight_tensor is None for head in heads)
-        return self.options.sparse is not None or self.reference_rows is not None or quantised
-
-    @property
     def n_tokens(self) -> int:
         """How many tokens are valid."""
         return self.inputs.hidden.shape[0] if self.index is None else self.index.shape[0]

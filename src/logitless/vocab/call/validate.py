@@ -378,7 +378,7 @@ def _check_reference(
     ref_lead = check_hidden(ref_hidden, ref_head, of="reference ")
     if ref_lead != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
-    if ref_head.rows != head.rows and not _is_draft(head, ref_head):
+    if ref_head.rows != head.rows and not is_draft(head, ref_head):
         raise ShapeError(
             f"reference: expected a head over the same vocabulary ({head.rows} entries), got {ref_head.rows}; "
             "set vocab_size on both, or token_ids on a draft's head"
@@ -388,7 +388,7 @@ def _check_reference(
     return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head, None
 
 
-def _is_draft(head: LMHead, reference: LMHead) -> bool:
+def is_draft(head: LMHead, reference: LMHead) -> bool:
     """Whether the head's rows are a draft's, of the reference's vocabulary."""
     return head.token_ids is not None and reference.token_ids is None
 

@@ -11,8 +11,6 @@ from ...errors import OptionError
 from .lm_head import LMHead
 from .quantised import QuantisedWeight, Weight
 
-BREAKS = "logitless: a draft's head beside its target's breaks the graph; leave fullgraph=True out"
-
 
 @dataclass(frozen=True, eq=False)
 class SelectedRows:
@@ -38,7 +36,6 @@ def selected(head: LMHead, ids: Tensor) -> LMHead:
     )
 
 
-@torch.compiler.disable(reason=BREAKS)
 def split(target: LMHead, ids: Tensor) -> tuple[LMHead, LMHead | None]:
     """The target over a draft's entries, and over all others, None where there are none. Raises OptionError."""
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < target.rows):

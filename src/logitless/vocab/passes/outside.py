@@ -10,7 +10,6 @@ from torch import Tensor
 from ...algebra.costs import Price
 from ..call.call import Call, Inputs
 from ..call.lora import lora_b_of
-from ..head.draft import BREAKS
 from ..head.lm_head import LMHead
 from .engine import checked, values
 
@@ -21,7 +20,6 @@ def with_outside(call: Call) -> Call:
     return call if outside is None or i.ref_hidden is None else _looked_at(call, outside, i.ref_hidden)
 
 
-@torch.compiler.disable(reason=BREAKS)
 @torch.no_grad()
 def _looked_at(call: Call, outside: LMHead, ref_hidden: Tensor) -> Call:
     i = call.inputs
