@@ -203,6 +203,7 @@ def test_sizes_on_a_gpu_fill_its_processors():
     assert streamed.width % 256 == 0
     assert 2 * streamed.width >= 128_256
     assert fused_slices_of(64, 151_936, budget=256 * MIB, whole=True, **h200).tokens == 64
+    assert fused_slices_of(0, 151_936, budget=256 * MIB, whole=True, **h200).tokens == 1  # as everywhere: a step
     basis = fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1, beside=2, **h200)
     assert basis.width == 37 * 256  # 1,184 blocks of a product: 8.97 waves
 

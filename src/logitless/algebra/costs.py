@@ -333,7 +333,7 @@ def _tokens_in_waves(n_tokens: int, most: int, hidden: int, processors: int) -> 
         return filled * processors * 2 * GEMM_ROWS * GEMM_COLUMNS + (chunks + bool(last)) * REWRITTEN * hidden
 
     sizes = range(GEMM_ROWS, min(most, n_tokens) + 1, GEMM_ROWS)
-    return min(reversed(sizes), key=cost) if sizes and n_tokens > most else min(n_tokens, most)
+    return min(reversed(sizes), key=cost) if sizes and n_tokens > most else max(1, min(n_tokens, most))
 
 
 def _width_in_waves(tokens: int, most: int, vocab_size: int, processors: int) -> int:

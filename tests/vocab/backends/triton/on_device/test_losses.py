@@ -1,9 +1,12 @@
 """`linear_cross_entropy` and `token_loss` against torch's own, their gradients too."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from bench.gpu.counts.claimed import claimed
 from logitless.vocab.reference import dense_token_stats
 from tests.support.plain import over
 from tests.support.vocab.comparing import operands
@@ -26,6 +29,24 @@ def test_cross_entropy(options, budget, device):
     theirs = torch.autograd.grad(wanted, list(exact.leaves.values()))
     for m, t in zip(mine, theirs, strict=True):
         torch.testing.assert_close(m, t, rtol=1e-9, atol=1e-11)
+
+
+@over("n", {"all ignored": 4, "none": 0})
+def test_no_token_that_counts(n, device):
+    """Sizes that are to fill a GPU's processors have none to go by: on a CPU a device is claimed for its number."""
+    with claimed(home="cpu") if device == "cpu" else nullcontext():
+        hidden, weight = torch.randn(n, 8, device=device), torch.randn(33, 8, device=device, requires_grad=True)
+        call = hidden, ll.LMHead(weight), torch.full((n,), -100, device=device)
+        reference = hidden.flip(0), ll.LMHead(weight.detach().flip(0))
+        losses = [
+            ll.linear_cross_entropy(*call, backend="triton"),
+            ll.token_loss(lambda stats: -stats.logprob, *call, want=("logprob",), backend="triton"),
+            ll.token_stats(*call, want=("jsd",), reference=reference, backend="triton").jsd.sum(),
+        ]
+        sum(losses).backward()
+        assert ll.sample_tokens(hidden, call[1]).token.shape == (n,)
+    assert [x.item() for x in losses] == [0, 0, 0]
+    assert not weight.grad.any()
 
 
 def test_token_loss_twice_backward(device):
