@@ -59,6 +59,16 @@ def test_nothing_is_drawn_from_a_model_that_has_diverged(device):
     assert refusal(NotFiniteError, lambda: drawn(diverged(device)))
 
 
+@over("budget", {"whole rows": None, "slices": 4_000})
+def test_equal_entries_each_count(budget, device):
+    """In one block, in a later one and in another slice; the kernel for plain heads has none of the last sum."""
+    ops = Operands(torch.ones(2, 1), torch.full((777, 1), 3.0), None, torch.tensor([0, 776]))
+    check(device, ops, ("logprob", "entropy", "sum_sq_prob"), memory_budget=budget)
+    ops = Operands(torch.ones(2, 1), torch.full((777, 1), 3.0), torch.zeros(777), torch.tensor([0, 776]))
+    ops.bias[500:] = 1.0  # a new maximum, of several entries at once
+    check(device, ops, ("logprob", "entropy", "rank"), memory_budget=budget)
+
+
 @over("margin", [5.0, 17.0, 40.0])
 def test_logprobs_of_a_peaked_row(margin, device):
     weight = torch.zeros(1031, 1)
