@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import logitless as ll
 from bench.gpu.counts.claimed import claimed
 from logitless.vocab.backends.triton import backend
+from logitless.vocab.backends.triton.logits_grad_kernels import ten_digits
 
 N, H, V = 37, 32, 1003
 
@@ -76,8 +79,22 @@ def test_gradients_are_nearer_to_float64_than_fp16_torchs(device):
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_nan_goes_through(device):
+@triton.jit
+def _round(x, BLOCK: tl.constexpr):
+    at = x + tl.arange(0, BLOCK)
+    tl.store(at, ten_digits(tl.load(at)))
+
+
+def test_numbers_are_rounded_to_ten_digits(device):
     """A GPU's own NaN has every digit set: rounded as other numbers are, it would be zero."""
+    bits = [0x7FFFFFFF, 0x3F800FFF, 0x3F801000, -0x407FF000]  # NaN, 1 and just below half a digit, half of one, -that
+    x = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
+    _round[(1,)](x, BLOCK=4)
+    assert x[0].isnan()
+    assert x[1:].view(torch.int32).tolist() == [0x3F800000, 0x3F802000, -0x407FE000]
+
+
+def test_nan_goes_through(device):
     with products(device):
         hidden = torch.ones(3, H, dtype=torch.float16, device=device)
         hidden[1] = torch.nan
