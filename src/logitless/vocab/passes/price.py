@@ -84,7 +84,7 @@ def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, togethe
     products = 1 + (call.reference is not None)
     again = replace(price, gemms=price.gemms + products, materialised=False, looks_again=True)
     streamed = slices_for(call, n_tokens, again, wide)
-    if slices.tokens and looking_again_is_cheaper(slices.tokens, streamed.tokens, call.inputs.hidden.device.type):
+    if looking_again_is_cheaper(slices.tokens, streamed.tokens, call.inputs.hidden.device.type):
         return again, streamed
     return price, slices
 
