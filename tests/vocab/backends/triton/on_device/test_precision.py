@@ -23,6 +23,22 @@ def test_impossible_entries(budget, device):
     check(device, ops, ("logprob", "entropy", "kl", "max_logit", "rank"), top_k=3, memory_budget=budget)
 
 
+def test_impossible_entries_have_no_part_in_a_steep_gradient(device):
+    """Their logarithms times an upstream gradient are beyond fp32, and their probabilities 0."""
+    ops = operands((6,), 5, 700, dtype=torch.float32)
+    with torch.no_grad():
+        ops.bias[[1, 2, 300]] = -torch.inf
+    ops.labels[:] = 5
+    ops = ops.on(device)
+    true = ops.to(torch.float64)
+    stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("entropy",), backend="triton")
+    exact = dense_token_stats(true.hidden, true.head, true.labels, want=("entropy",))
+    found = torch.autograd.grad(100 * stats.entropy.sum(), list(ops.leaves.values()))
+    right = torch.autograd.grad(100 * exact["entropy"].sum(), list(true.leaves.values()))
+    for mine, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-3)
+
+
 def test_very_large_logits(device):
     check(device, operands((9,), 7, 503, spread=300.0, reference=True), EVERYTHING, memory_budget=50_000)
 

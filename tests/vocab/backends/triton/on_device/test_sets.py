@@ -148,6 +148,7 @@ def test_sets_in_which_nothing_is_wrong_are_found_so(labels, device):
         "empty": [FIRST, []],
         "below": [FIRST, [*LATER, -1]],
         "above": [[V, *FIRST], LATER],
+        "past 32 bits": [[*FIRST[:-1], 2**32 + FIRST[-1]], LATER],
         "twice in a block": [[*FIRST, 59], LATER],
         "twice in two": [FIRST, [*LATER, 100]],
         "the last twice": [FIRST, [*LATER, 299]],
