@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 import logitless as ll
 from logitless.sample import SamplingMask
@@ -48,6 +49,16 @@ def test_every_statistic_beside_a_reference(sizes, form, device):
     ops = operands((N,), H, V, reference=True, **form)
     mask = sets_of(ops.labels, sizes)
     check(device, ops, EVERYTHING, sampling_mask=mask.to(device), temperature=torch.rand(N) + 0.5, jsd_beta=0.3)
+
+
+def test_what_both_heads_like_comes_last(device):
+    """So that KL's sums are measured from another difference after every block."""
+    ops = operands((N,), H, V, reference=True)
+    with torch.no_grad():
+        liked = sum(F.linear(x.hidden, x.weight, x.bias) for x in (ops, ops.ref)).argsort(1)
+    ops.labels = liked[:, -1].clone()
+    mask = SamplingMask.of([row[-2 if i % 3 else -140 :].tolist() for i, row in enumerate(liked)])
+    check(device, ops, ("kl", "reverse_kl"), sampling_mask=mask.to(device))
 
 
 @over("sizes", {"one block": (1, 40), "several": (65, 140)})
