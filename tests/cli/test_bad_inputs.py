@@ -306,6 +306,33 @@ def test_an_index_of_other_files_is_refused(name, trained, capsys):
     index.unlink()
 
 
+WEIGHTS_SAY = {
+    "folder": "model.safetensors: expected a file, got a folder, a device or a pipe",
+    "link": "model.safetensors: No such file or directory",
+    "short": "model.safetensors is cut short, or no safetensors file: copy or download it again",
+    "empty": "model.safetensors is cut short, or no safetensors file: copy or download it again",
+    "text": "model.safetensors is cut short, or no safetensors file: copy or download it again",
+}
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("kind", WEIGHTS_SAY)
+def test_weights_that_cannot_be_read_are_named_before_anything_runs(kind, trained, tmp_path, capsys):
+    place = tmp_path / "model"
+    shutil.copytree(trained, place)
+    weights = place / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    if kind == "folder":
+        weights.mkdir()
+    elif kind == "link":
+        weights.symlink_to("nowhere")
+    else:
+        weights.write_bytes({"short": whole[:-8], "empty": b"", "text": b"version https://git-lfs.github.com"}[kind])
+    for call in (["train"], ["align"], ["score", "--data", "."], ["sample", "--prompt", "a"]):
+        assert f"--model {place}: {WEIGHTS_SAY[kind]}" in told([*call, "--model", str(place)], capsys)
+
+
 CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me."}]
 
 

@@ -130,6 +130,27 @@ def _check_directory(path: Path, wish: str | None) -> None:
         raise ConfigError(f"--model {path}: no .safetensors weights{remedy}")
     for index in path.glob("*.safetensors.index.json"):
         _check_index(index)
+    for weights in sorted(path.glob("*.safetensors")):
+        _check_weights_file(weights)
+
+
+def _check_weights_file(path: Path) -> None:
+    """ConfigError for a file of weights that cannot be opened, or whose header asks for another size than it has."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--model {path.parent}: {path.name}: expected a file, got a folder, a device or a pipe")
+    try:
+        path.open("rb").close()  # of one that is not readable, safetensors says that it is not there
+        with safe_open(path, framework="np"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--model {path.parent}: {path.name}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ConfigError(
+            f"--model {path.parent}: {path.name} is cut short, or no safetensors file: copy or download it again "
+            f"({in_one_line(error)})"
+        ) from None
 
 
 def _check_index(index: Path) -> None:
