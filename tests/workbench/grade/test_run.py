@@ -342,6 +342,14 @@ def test_bad_input_is_refused(small, tmp_path):
         run(of(small, "bad", reward_model=str(other)))
 
 
+@pytest.mark.parametrize("method", ["ste", "all"])
+def test_a_run_that_is_refused_leaves_nothing(small, method):
+    """It left its prompts and its lock, in a directory that was made for it."""
+    with pytest.raises(ConfigError, match="--reward-label 2: "):
+        run(of(small, f"refused-{method}", method=method, reward_label=2))
+    assert not (small.root / f"refused-{method}").exists()
+
+
 def changed(place: Path, **values: object) -> None:
     """Other values in a saved config.json."""
     config = json.loads((place / "config.json").read_text())

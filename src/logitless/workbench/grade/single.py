@@ -27,7 +27,7 @@ from ..common.say import say
 from ..common.written import PROMPTS_FILE, REWARD, SUMMARY_FILE
 from ..runs import examples
 from ..runs.ending import explained, whence
-from ..runs.rundir import as_begun, claim, record
+from ..runs.rundir import as_begun, claim, options_kept, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import model_facts, save_model
 from ..sft.default_model import default_model
@@ -64,9 +64,10 @@ def run_one(config: GradeConfig, console: Console, whole: Path | None = None) ->
     source, tokenizer = policy_of(config, console)
     place = claim(config, config.method)
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
-        if whole is not None:
-            _share(whole, place)
-        state = set_up(config, place, source, tokenizer, console, own=whole is None)
+        with options_kept(place):
+            if whole is not None:
+                _share(whole, place)
+            state = set_up(config, place, source, tokenizer, console, own=whole is None)
         _examples(state, "before")
         restore(state)
         return _conclude(state, steps(state, send), send)

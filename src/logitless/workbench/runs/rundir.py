@@ -168,15 +168,6 @@ def record_finished(whole: Path, name: str, files: dict[str, str]) -> None:
     write_sealed(whole / RUN_FILE, {**begun, "finished": {**begun.get("finished", {}), name: files}})
 
 
-def discard_prepared(place: Path) -> None:
-    """Takes away what was prepared in a directory for a run that does not begin, and the directory if it is empty."""
-    if acquire(place):
-        _remove_prepared(place)
-        release(place)
-    with suppress(OSError):  # something else lies there
-        place.rmdir()
-
-
 def differing(before: RunOptions, now: RunOptions) -> dict[str, tuple[Any, Any]]:
     """The options in which two runs differ, and what each goes by; one that is given as it would be anyway is none."""
     given = now.to_dict()

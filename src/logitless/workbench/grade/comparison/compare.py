@@ -19,15 +19,16 @@ from ...runs.examples import EXAMPLES_FILE, first_of
 from ...runs.rundir import (
     claim,
     differing,
-    discard_prepared,
     finished_within,
+    options_kept,
     prepared_for,
     record,
     record_finished,
     stored,
 )
 from ...sources.generation import align_tokens
-from ...sources.model import build, rounding_of
+from ...sources.model import ModelSource, build, rounding_of
+from ...sources.tokenizer import TextTokenizer
 from ..config import METHODS_COMPARED, GradeConfig
 from ..legacy import TooLargeError
 from ..single import SCHEMA, inputs_of, materials, named_reward, policy_of, reward_of, run_one
@@ -51,20 +52,25 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
     source, tokenizer = policy_of(config, console)
     place = claim(config, "all")
     with explained(place, "align"):
-        model = build(config, source).eval()
-        if rounding := rounding_of(config, model):
-            say(console, f"warning: {rounding}")
-        align_tokens(model, tokenizer)
-        materials(config, place, model, tokenizer, console)
-        reward, _ = reward_of(config, place, model, tokenizer)  # refused before the comparison has begun
-        record(config, place, inputs=inputs_of(config, source, reward))
-        del model, reward
+        with options_kept(place):
+            _begin(config, place, source, tokenizer, console)
         left_out: dict[str, str] = {}
         for seed in range(config.seed, config.seed + config.seeds):
             for method in METHODS_COMPARED:
                 if method not in left_out:
                     _one(config, place, method, seed, left_out, console)
         return _conclude(config, place, left_out, console)
+
+
+def _begin(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> None:
+    """Prepares the prompts and the reward of all runs, and writes run.json."""
+    model = build(config, source).eval()
+    if rounding := rounding_of(config, model):
+        say(console, f"warning: {rounding}")
+    align_tokens(model, tokenizer)
+    materials(config, place, model, tokenizer, console)
+    reward, _ = reward_of(config, place, model, tokenizer)  # refused before the comparison has begun
+    record(config, place, inputs=inputs_of(config, source, reward))
 
 
 def _check_options(config: GradeConfig, whole: Path) -> None:
@@ -97,8 +103,6 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
     try:
         run_one(given, console, whole)
     except TooLargeError as error:
-        if not begun:
-            discard_prepared(place)
         left_out[method] = str(error)
         say(console, f"{method} is left out: {error}")
         return
