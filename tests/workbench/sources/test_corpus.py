@@ -229,6 +229,25 @@ def test_dates_that_python_does_not_have(tmp_path, kind):
         list(documents(write(pa.table({"text": far})))[0])
 
 
+def test_a_time_zone_that_is_not_known(tmp_path):
+    """pyarrow says that a module must be installed, which is."""
+    pq.write_table(pa.table({"text": pa.array([0], pa.timestamp("s", tz="Mars/Olympus"))}), tmp_path / "a.parquet")
+    said = "a time zone that is not known here; write the times in another, or pip install tzdata"
+    with pytest.raises(DataError, match=rf"a.parquet: not a readable parquet file \({said}\)"):
+        read(tmp_path / "a.parquet")
+    assert [piece.problem for piece in Documents(tmp_path / "a.parquet", context=8)] == [said]
+
+
+def test_lines_end_as_anywhere(tmp_path):
+    """Of a CR alone, `train` made an end of a line and `score` none."""
+    path, lines = tmp_path / "a.jsonl", ['{"text": "one"}', "", '{"text": "two"}', '{"text": "three"}']
+    for end in ("\r", "\n", "\r\n"):
+        path.write_text(end.join(lines), newline="")
+        pieces = list(Documents(path, context=8))
+        assert [piece.text for piece in pieces] == read(path) == ["one", "two", "three"]
+        assert [piece.name for piece in pieces] == [f"{path}:{number}" for number in (1, 3, 4)]
+
+
 def test_splits_without_rows(tmp_path):
     """`datasets` writes them, and cannot read them."""
     some = Dataset.from_dict({"text": ["a"]})

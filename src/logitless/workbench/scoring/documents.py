@@ -170,7 +170,8 @@ def _parts(path: Path) -> Iterator[str]:
 def _jsonl(path: Path) -> Iterator[tuple[str, float, Any]]:
     try:
         size, read = max(1, path.stat().st_size), 0
-        with path.open("rb") as lines:
+        with path.open("rb") as file:
+            lines = (line for block in file for line in block.splitlines(keepends=True))  # also behind a CR alone
             for number, line in enumerate(lines, 1):
                 read += len(line)
                 if line.strip():

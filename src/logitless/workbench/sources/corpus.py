@@ -26,6 +26,7 @@ _REMEDIES = {  # by what is no text in a message, and what it is
 }
 CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
 LONGEST_ROW = 2**20  # characters of a .json file, among which its first row is looked for
+NO_ZONE = "The zoneinfo module or pytz"  # what pyarrow says is missing where it does not know a time zone
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -281,6 +282,8 @@ def readable_rows(path: Path, what: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
+    if lines and NO_ZONE in lines[0]:
+        return "a time zone that is not known here; write the times in another, or pip install tzdata"
     return lines[0] if lines else type(error).__name__
 
 
