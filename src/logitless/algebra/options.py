@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Set
 from numbers import Integral, Real
 from operator import index
@@ -116,9 +117,14 @@ def check_reduction(reduction: str) -> None:
         raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
 
 
+def beyond_floats(x: object) -> bool:
+    """Whether it is a whole number that no float holds: Python finds it less than infinity all the same."""
+    return isinstance(x, int) and abs(x) > sys.float_info.max
+
+
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
     if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {_shown(label_smoothing)}")
-    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf:
+    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf or beyond_floats(z_loss):
         raise OptionError(f"z_loss: expected a weight of 0 or more, got {_shown(z_loss)}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...algebra.options import whole_within
+from ...algebra.options import beyond_floats, whole_within
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
@@ -71,10 +71,11 @@ class LMHead:
         if self.vocab_size is not None:
             size = whole_within("LMHead: vocab_size", self.vocab_size, 1, self.padded_rows, "weight's rows")
             object.__setattr__(self, "vocab_size", size)
-        if not isinstance(self.scale, Real) or not -math.inf < float(self.scale) < math.inf:
-            raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
-        if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
-            raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
+        scale, cap = self.scale, self.softcap
+        if not isinstance(scale, Real) or beyond_floats(scale) or not -math.inf < float(scale) < math.inf:
+            raise OptionError(f"LMHead: scale must be a finite number, got {scale}")
+        if cap is not None and (not isinstance(cap, Real) or beyond_floats(cap) or not 0 < cap < math.inf):
+            raise OptionError(f"LMHead: softcap must be positive or None, got {cap}")
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", None if self.softcap is None else float(self.softcap))
         _check_token_ids(self.token_ids, self.rows, self.weight)
