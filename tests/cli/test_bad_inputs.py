@@ -385,6 +385,7 @@ def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys, monkeypatch
     call += [*SHORT, "--rewards", f"my_rewards:{name}"]
     said = {**REWARDS_SAY, "nobody": "nobody returned None for every completion of a step"}[name]
     assert said in refused(call, capsys, 1 if name == "nan" else 2)
+    assert Path("runs", "grpo").exists() == (name in ("nan", "nobody"))  # of the others nothing was measured
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -18,6 +18,7 @@ from ..common.files import (
     check_no_folder,
     check_utf8,
     parsed,
+    read_lines,
     read_object,
     readable,
     remove_all_leftovers,
@@ -136,7 +137,7 @@ def options_kept(place: Path) -> Iterator[None]:
         if last_checkpoint(place) == found:
             if before is not None:
                 write_text(path, before)
-            elif not (place / METRICS_FILE).exists():  # so that other options can begin here
+            elif not read_lines(place / METRICS_FILE):  # so that other options can begin here
                 path.unlink(missing_ok=True)
                 _remove_prepared(place)
         raise
