@@ -85,6 +85,14 @@ def test_nothing_of_the_callers_changes():
         gradient_share(ops.hidden, ops.head, ops.labels + 100)
 
 
+def test_an_ignored_label_wraps_around_in_no_narrow_dtype():
+    ops = operands((3,), v=256)
+    ops.labels[0] = 156  # -100 in eight bits
+    got = gradient_share(ops.hidden, ops.head, ops.labels.to(torch.uint8))
+    assert torch.equal(got, gradient_share(ops.hidden, ops.head, ops.labels))
+    assert got[0] > 0
+
+
 def test_a_quantised_head_has_a_share():
     ops = stored_blocks("Q8_0", 331)
     expected = dense_share(ops.hidden, ops.head, ops.labels)

@@ -49,10 +49,10 @@ def gradient_share(
             memory_budget=memory_budget,
             backend=backend,
         )
-        norm = stats.el2n
+        norm, counts = stats.el2n, labels.long() != ignore_index  # in which it wraps around in no narrow dtype
         possible = torch.where(norm < torch.finfo(norm.dtype).tiny, torch.nan, norm)
         # divided before the product, which half precision would not hold where the norm is small
-        (reached,) = torch.autograd.grad(stats.logprob, rows, torch.where(labels == ignore_index, 0.0, 1 / possible))
+        (reached,) = torch.autograd.grad(stats.logprob, rows, torch.where(counts, 1 / possible, 0.0))
     return torch.linalg.vector_norm(reached, dim=-1, dtype=norm.dtype)
 
 
