@@ -85,6 +85,15 @@ def test_nothing_of_the_callers_changes():
         gradient_share(ops.hidden, ops.head, ops.labels + 100)
 
 
+def test_all_may_be_of_inference_mode():
+    ops = operands((7,), ranks=(2,))
+    expected = gradient_share(ops.hidden, ops.head, ops.labels, temperature=torch.ones(7))
+    with torch.inference_mode():
+        copy = replace(ops.to(torch.float64), labels=ops.labels.clone())
+        got = gradient_share(copy.hidden, copy.head, copy.labels, temperature=torch.ones(7))
+    assert torch.equal(got.clone(), expected)
+
+
 def test_an_ignored_label_wraps_around_in_no_narrow_dtype():
     ops = operands((3,), v=256)
     ops.labels[0] = 156  # -100 in eight bits

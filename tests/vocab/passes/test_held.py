@@ -113,3 +113,31 @@ def test_tensors_of_inference_mode_have_no_versions(leaves):
     hidden, weight = leaves
     stats = ll.token_stats(hidden, ll.LMHead(weight), want=("kl",), reference=rows_of_inference())
     assert all(g.any() for g in torch.autograd.grad(stats.kl.sum(), leaves))
+
+
+def loss_of(hidden, head, labels, **options):
+    return ll.token_loss(lambda stats: stats.kl, hidden, head, labels, want=("kl",), **options)
+
+
+def sum_of(hidden, head, labels, **options):
+    stats = ll.token_stats(hidden, head, labels, want=("kl", "logprob"), candidates=labels[:, None], **options)
+    return stats.kl.sum() + stats.logprob.sum() + stats.candidate_logits.sum()
+
+
+@pytest.mark.parametrize("compute", [sum_of, loss_of], ids=["statistics", "loss"])
+def test_constants_of_inference_mode_are_kept_for_backward(leaves, compute):
+    """A reference that ran under inference mode, and what else has no gradient: autograd itself refuses to keep it."""
+    hidden, weight = leaves
+    factors = [torch.randn(2, H, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64)]
+    constants = [torch.randn(V, dtype=torch.float64), *factors, LABELS, torch.rand(N) + 1, hidden + 1, weight.detach()]
+
+    def gradients(bias, a, b, labels, temperature, other, rows):
+        head = ll.LMHead(weight, bias, adapters=(ll.LowRank(a, b),))
+        total = compute(hidden, head, labels, temperature=temperature, reference=(other, ll.LMHead(rows)))
+        first = torch.autograd.grad(total, leaves, retain_graph=True)
+        return *first, *torch.autograd.grad(total, leaves)
+
+    with torch.inference_mode():
+        of_inference = [x.clone() for x in constants]
+    for got, g in zip(gradients(*of_inference), gradients(*constants), strict=True):
+        assert torch.equal(got, g)

@@ -64,6 +64,14 @@ PER_TOKEN = (
 )
 
 
+def storable(x: Tensor | None) -> Tensor | None:
+    """The tensor; of one made in inference mode, which autograd keeps for no backward, the same memory by another."""
+    if x is None or not x.is_inference() or torch.is_inference_mode_enabled():
+        return x
+    alias = torch.empty(0, dtype=x.dtype, device=x.device)
+    return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
 @dataclass
 class Needs:
     """Which gradients a call must give, in the order of `Inputs`."""

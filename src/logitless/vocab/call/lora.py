@@ -19,7 +19,7 @@ from ..head.lm_head import LMHead
 from ..head.low_rank import LowRank
 from ..head.shard import VocabShard
 from ..ranks.collectives import first_on_all
-from .call import Call
+from .call import Call, storable
 
 BLOCK = 2048  # tokens whose hidden states are widened at a time
 
@@ -117,7 +117,7 @@ class _Shrink(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
-        ctx.save_for_backward(hidden, a, keep)
+        ctx.save_for_backward(storable(hidden), storable(a), keep)
         dtype = compute_dtype(hidden)
         product, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
         for rows in _blocks(hidden.shape[0]):

@@ -12,7 +12,7 @@ from ...algebra.costs import Price
 from ...algebra.stats import has_gradient
 from ...errors import GradientError
 from ...upstream import check_upstream
-from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
+from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all, storable
 from . import engine, kept
 from .engine import LossPass, Saved, Together, loss_gradients
 from .gradient import GradientBuffers
@@ -55,7 +55,7 @@ class _Stats(torch.autograd.Function):
         names.extend(out)
         ctx.call, ctx.price, ctx.needs, ctx.names = call.without_tensors(), price, needs, names
         ctx.saved_names, flat = saved.flat()
-        ctx.save_for_backward(*tensors, *flat)
+        ctx.save_for_backward(*map(storable, tensors), *flat)
         ctx.set_materialize_grads(False)
         fixed = [x for name, x in out.items() if not (x.is_floating_point() and has_gradient(name))]
         ctx.mark_non_differentiable(*fixed)
@@ -121,7 +121,7 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, formed: FormedLoss, input_grads: list[Tensor | None], loss: Tensor, *tensors: Any) -> Tensor:
         ctx.formed, ctx.input_grads = formed, input_grads
         ctx.dtypes = [x.dtype for x in tensors[len(Inputs._fields) :]]
-        ctx.save_for_backward(*tensors[: len(Inputs._fields)])
+        ctx.save_for_backward(*map(storable, tensors[: len(Inputs._fields)]))
         return loss.clone()
 
     @staticmethod

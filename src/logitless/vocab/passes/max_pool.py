@@ -19,7 +19,7 @@ from ...algebra.costs import Price, Slices
 from ...upstream import check_upstream
 from ..backends.base import Chunk, Scratch
 from ..backends.rows import add_at
-from ..call.call import DIFFERENTIATED, Call, Inputs, Needs
+from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, storable
 from ..ranks.agreement import gather_rows
 from .autograd import NO_SECOND_DERIVATIVE, NOT_DIFFERENTIATED
 from .engine import backend_of, exact
@@ -250,7 +250,7 @@ class _MaxPool(torch.autograd.Function):
             pool(call, documents, keep.take)
             out = keep.result(call, documents)
         ctx.call, ctx.documents, ctx.dense = call.without_tensors(), documents, keep is None
-        ctx.save_for_backward(*tensors, out[0] if call.head.softcap else None, *out[1:])
+        ctx.save_for_backward(*map(storable, tensors), out[0] if call.head.softcap else None, *out[1:])
         ctx.mark_non_differentiable(*out[1:])
         ctx.set_materialize_grads(False)
         return tuple(out)
