@@ -18,6 +18,7 @@ from ..vocab.face import (
     Pass,
     agreed,
     capturing,
+    check_real,
     first_on_all,
     flatten,
     full_precision,
@@ -158,6 +159,7 @@ def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Te
         if not is_drawing_temperature(temperature):
             raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
+    check_real("temperature", temperature)
     if not capturing(hidden) and not bool(((temperature == 0) | are_temperatures(temperature.float())).all()):
         raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     try:

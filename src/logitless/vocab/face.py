@@ -15,7 +15,7 @@ from .call.choice import CANDIDATES
 from .call.lora import agreed, lora_b_of, lora_hidden_of, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_hidden, check_logits, divisor_of, flatten
+from .call.validate import check_hidden, check_logits, check_real, divisor_of, flatten
 from .devices import autocast_dtype, capturing, default_budget, full_precision
 from .dtypes import compute_dtype, dtype_of, of_integers
 from .head.from_model import encodes, transforms_of, transforms_of_model
@@ -60,6 +60,7 @@ __all__ = [
     "capturing",
     "check_hidden",
     "check_logits",
+    "check_real",
     "compute_dtype",
     "count_tokens",
     "current_sizing",

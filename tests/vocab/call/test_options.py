@@ -138,6 +138,15 @@ def test_temperature_shape(shape):
     refused_everywhere(ShapeError, fragments, temperature=torch.ones(shape))
 
 
+def test_complex_numbers_are_refused():
+    """Whose imaginary part a conversion would drop."""
+    got, said = torch.tensor(1 + 2j), "expected real numbers, got torch.complex64"
+    refused_everywhere(DtypeError, (f"temperature: {said}",), temperature=got)
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    refused(DtypeError, lambda: ll.linear_cross_entropy(*args, denominator=got), f"denominator: {said}")
+    refused(DtypeError, lambda: ll.sample_tokens(*args[:2], temperature=got), f"temperature: {said}")
+
+
 def test_temperature_that_wants_a_gradient():
     temperature = torch.ones(2, 3, requires_grad=True)
     refused_everywhere(GradientError, ("temperature", "gradient", "detach()"), temperature=temperature)

@@ -159,6 +159,7 @@ def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.de
     if math.prod(shape) != 1:
         raise OptionError(f"denominator: expected one number, got shape {shape}")
     if isinstance(denominator, Tensor):
+        check_real("denominator", denominator)
         if denominator.is_meta and device.type != "meta":
             raise DeviceError(f"denominator is on meta, hidden on {device}; give it a value there")
         return denominator.detach().reshape(())
@@ -168,6 +169,12 @@ def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.de
             f"denominator: expected a positive number, finite in {dtype}, or a tensor of one, got {denominator!r}"
         )
     return torch.full((), float(denominator), dtype=dtype, device=device)
+
+
+def check_real(name: str, x: Tensor) -> None:
+    """Raise DtypeError for complex numbers, of which a conversion would drop the imaginary part."""
+    if x.is_complex():
+        raise DtypeError(f"{name}: expected real numbers, got {x.dtype}; pass {name}.real")
 
 
 def check_logits(logsumexp: Tensor) -> None:
@@ -338,6 +345,7 @@ def _check_temperature(
                 f"temperature: expected a number in {TEMPERATURES} or a tensor of such, got {temperature!r}"
             )
         return float(temperature), None
+    check_real("temperature", temperature)
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
     if temperature.is_meta and not hidden.is_meta:
