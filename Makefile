@@ -26,7 +26,8 @@ endef
 
 .PHONY: demo pictures test test-core test-all test-automodel test-avx2 test-axolotl test-deepspeed test-gemma test-gemma3 \
 	test-llamafactory test-lm-eval test-lowest test-peers test-quack test-quantised test-sentence-transformers \
-	test-speculators test-torchtitan test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
+	test-speculators test-torch test-torchtitan test-trackers test-verl test-browser lint docs wheel-test bench \
+	gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -92,6 +93,18 @@ test-lowest: .venv/dev.stamp
 	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/lowest/bin/python -m pytest -rs -W default \
 		--numprocesses 3 --dist loadfile -m "not slow" tests/models tests/integrations/transformers tests/integrations/trl \
 		tests/cli tests/workbench tests/sample tests/recipes
+
+# The library with another torch than the pinned one: the oldest that is allowed, or `TORCH=2.15.0`. A CUDA build of
+# several GB, on this CPU; NumPy's warnings of what an older Triton's interpreter does are no failures.
+TORCH ?= 2.11.0
+test-torch: .venv/dev.stamp
+	$(BIN)/python -m venv build/torch-$(TORCH)
+	grep --invert-match '^torch==' constraints.txt > build/torch-$(TORCH)/constraints.txt
+	build/torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
+		--constraint build/torch-$(TORCH)/constraints.txt --editable '.[rl]' hypothesis pytest pytest-timeout pytest-xdist
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/torch-$(TORCH)/bin/python -m pytest -rs -W default \
+		--numprocesses 3 --dist loadfile -m "not slow" tests/algebra tests/vocab tests/losses tests/sample tests/relax \
+		tests/test_logits.py
 
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp

@@ -118,13 +118,15 @@ def _uncompiled(function: F) -> F:
 
 
 def _breaks_graphs(head: LMHead, options: Options) -> bool:
-    """Whether no graph of torch.compile can hold a call: it reads stored rows, or an object of the caller's."""
+    """Whether no graph of torch.compile can hold a call: it decodes rows, or reads an object of the caller's."""
     reference = options.get("reference")
-    heads = [x for x in (head, *(reference if isinstance(reference, tuple) else ())) if isinstance(x, LMHead)]
+    rows = reference is not None and not isinstance(reference, tuple)
+    others = reference[-1:] if isinstance(reference, tuple) else ()
+    heads = [x for x in (head, *others) if isinstance(x, LMHead)]
     quantised = any(x.weight_tensor is None for x in heads)
-    drafted = len(heads) > 1 and is_draft(*heads)
-    held = options.get("sampling_mask"), heads[0].sparse if heads else None, None if len(heads) > 1 else reference
-    return quantised or drafted or any(x is not None for x in held)
+    drafted = len(heads) == 2 and is_draft(*heads)
+    sparse = torch.is_grad_enabled() and getattr(head, "sparse", None) is not None
+    return rows or quantised or drafted or sparse or options.get("sampling_mask") is not None
 
 
 @_uncompiled

@@ -194,7 +194,7 @@ OF_HIDDEN = {
     ),
     "a scale beyond floats": (
         about(lambda said: said | {"head": said["head"] | {"scale": 10**400}}),
-        OTHER_HEAD + "int too large",
+        OTHER_HEAD + "LMHead: scale must be a finite number",
     ),
     "no head": (lambda path: head_of(path).unlink(), "head.safetensors is not there"),
     "a folder as head": (in_place_of_head(Path.mkdir), NO_FILE),
