@@ -76,6 +76,8 @@ def of_z_loss(x):
         (OptionError, "1..7", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, vocab_size=8), LABELS)),
         (OptionError, "softcap", lambda: LMHead(HEAD.weight, softcap=-1.0)),
         (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=math.nan)),
+        (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=10**400)),
+        (OptionError, "positive number or None", lambda: LMHead(HEAD.weight, softcap=10**400)),
         (ShapeError, r"\(\.\.\., 3\)", lambda: token_stats(jnp.zeros((4, 2)), HEAD, LABELS)),
         (ShapeError, r"\(4,\)", lambda: token_stats(HIDDEN, HEAD, LABELS[:3])),
         (ShapeError, "broadcasts", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.ones(3))),
@@ -104,6 +106,8 @@ def of_z_loss(x):
         (OptionError, "of Python's, got Array", lambda: token_stats(HIDDEN, HEAD, LABELS, jsd_beta=jnp.float32(0.3))),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.int32(0))),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator="a")),
+        (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=10**400)),
+        (OptionError, "complex64", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.asarray(2 + 1j))),
         (
             OptionError,
             "positive number, got inf",

@@ -9,7 +9,7 @@ from numbers import Real
 import jax
 from jax import Array
 
-from ..algebra.options import whole
+from ..algebra.options import beyond_floats, whole
 from ..errors import ConfigError, OptionError
 
 
@@ -48,7 +48,8 @@ class LMHead:
         if given is not None and (size is None or size < 1):
             raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {given!r}")
         object.__setattr__(self, "vocab_size", size)
-        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
-            raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {self.scale!r}")
-        if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
-            raise OptionError(f"LMHead: softcap must be a positive number or None, got {self.softcap!r}")
+        scale, cap = self.scale, self.softcap
+        if not isinstance(scale, Real) or beyond_floats(scale) or not math.isfinite(scale):
+            raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {scale!r}")
+        if cap is not None and (not isinstance(cap, Real) or beyond_floats(cap) or not 0 < cap < math.inf):
+            raise OptionError(f"LMHead: softcap must be a positive number or None, got {cap!r}")

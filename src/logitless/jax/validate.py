@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.options import check_ignore_index, check_numbers, check_want
+from ..algebra.options import beyond_floats, check_ignore_index, check_numbers, check_want
 from ..algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ..errors import ConfigError, DtypeError, LabelError, OptionError, ShapeError
 from .call import Call, Options, Tokens, compute_dtype
@@ -85,11 +85,13 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
         return None
     if reduction != "mean":
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
-    if not is_array(denominator) and not isinstance(denominator, Real):
+    real = is_array(denominator) and not is_array(denominator, np.complexfloating)
+    if not real and not isinstance(denominator, Real):
         raise OptionError(f"denominator: expected a positive number, got {dtype_of(denominator)}")
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
-    if not isinstance(denominator, Tracer) and not 0 < np.asarray(denominator).item() < math.inf:
+    known = None if isinstance(denominator, Tracer) else np.asarray(denominator).item()
+    if known is not None and (not 0 < known < math.inf or beyond_floats(known)):
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
 
