@@ -101,7 +101,7 @@ test-torch: .venv/dev.stamp
 	$(BIN)/python -m venv build/torch-$(TORCH)
 	grep --invert-match '^torch==' constraints.txt > build/torch-$(TORCH)/constraints.txt
 	build/torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
-		--constraint build/torch-$(TORCH)/constraints.txt --editable '.[rl]' hypothesis pytest pytest-timeout pytest-xdist
+		--constraint build/torch-$(TORCH)/constraints.txt --editable '.[rl]' hypothesis pytest pytest-timeout pytest-xdist scipy
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE build/torch-$(TORCH)/bin/python -m pytest -rs -W default \
 		--numprocesses 3 --dist loadfile -m "not slow" tests/algebra tests/vocab tests/losses tests/sample tests/relax \
 		tests/test_logits.py

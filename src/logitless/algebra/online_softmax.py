@@ -19,7 +19,8 @@ SECOND_LOOK = (
     *("jsd", "kl_mixture", "reverse_kl_mixture", "excess"),
     *("acceptance", "total_variation", "ahead", "behind"),
 )
-EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
+# the maximum of no entry: above MASK, so that masked entries weigh 0 even alone; a number that float32 holds exactly
+EMPTY = -5.000000075237331e+29
 
 
 @dataclass
