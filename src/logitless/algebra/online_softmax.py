@@ -20,7 +20,7 @@ SECOND_LOOK = (
     *("acceptance", "total_variation", "ahead", "behind"),
 )
 # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone; a number that float32 holds exactly
-EMPTY = -5.000000075237331e+29
+EMPTY = -5.000000075237331e29
 
 
 @dataclass
