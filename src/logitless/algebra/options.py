@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Set
 from numbers import Integral, Real
 from operator import index
+from typing import TypeGuard
 
 from ..errors import OptionError
 from .stats import STATISTICS
@@ -96,10 +97,15 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
         raise OptionError(f"ignore_index: expected an integer of {bits} bits, got {ignore_index!r}")
 
 
+def is_number(x: object) -> TypeGuard[float]:
+    """Whether x is one: no array, nor a whole number that no float holds, which is less than infinity all the same."""
+    return not (isinstance(x, int) and abs(x) > sys.float_info.max) and isinstance(x, Real)
+
+
 def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one: not a word of NumPy's, nor a tensor on meta."""
     if isinstance(x, Real):  # which torch.compile's own numbers are, that can be asked nothing else
-        return True
+        return is_number(x)
     if isinstance(x, str) or getattr(getattr(x, "dtype", None), "kind", "f") not in "biuf":
         return False
     return hasattr(x, "__float__") and not getattr(x, "is_meta", False) and math.prod(getattr(x, "shape", ())) == 1
@@ -117,14 +123,9 @@ def check_reduction(reduction: str) -> None:
         raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
 
 
-def beyond_floats(x: object) -> bool:
-    """Whether it is a whole number that no float holds: Python finds it less than infinity all the same."""
-    return isinstance(x, int) and abs(x) > sys.float_info.max
-
-
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
     if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {_shown(label_smoothing)}")
-    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf or beyond_floats(z_loss):
+    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf:
         raise OptionError(f"z_loss: expected a weight of 0 or more, got {_shown(z_loss)}")

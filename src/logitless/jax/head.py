@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 
 import jax
 from jax import Array
 
-from ..algebra.options import beyond_floats, whole
+from ..algebra.options import is_number, whole
 from ..errors import ConfigError, OptionError
 
 
@@ -49,7 +48,7 @@ class LMHead:
             raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {given!r}")
         object.__setattr__(self, "vocab_size", size)
         scale, cap = self.scale, self.softcap
-        if not isinstance(scale, Real) or beyond_floats(scale) or not math.isfinite(scale):
+        if not is_number(scale) or not math.isfinite(scale):
             raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {scale!r}")
-        if cap is not None and (not isinstance(cap, Real) or beyond_floats(cap) or not 0 < cap < math.inf):
+        if cap is not None and not (is_number(cap) and 0 < cap < math.inf):
             raise OptionError(f"LMHead: softcap must be a positive number or None, got {cap!r}")

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.options import beyond_floats, check_ignore_index, check_numbers, check_want
+from ..algebra.options import check_ignore_index, check_numbers, check_want, is_number
 from ..algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ..errors import ConfigError, DtypeError, LabelError, OptionError, ShapeError
 from .call import Call, Options, Tokens, compute_dtype
@@ -91,7 +91,7 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
     known = None if isinstance(denominator, Tracer) else np.asarray(denominator).item()
-    if known is not None and (not 0 < known < math.inf or beyond_floats(known)):
+    if known is not None and not (is_number(known) and 0 < known < math.inf):
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import replace
-from numbers import Real
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ...algebra.options import beyond_floats, check_ignore_index, check_numbers, check_reduction, check_want
+from ...algebra.options import check_ignore_index, check_numbers, check_reduction, check_want, is_number
 from ...algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
@@ -163,7 +162,7 @@ def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.de
         if denominator.is_meta and device.type != "meta":
             raise DeviceError(f"denominator is on meta, hidden on {device}; give it a value there")
         return denominator.detach().reshape(())
-    positive = isinstance(denominator, Real) and 0 < denominator < math.inf and not beyond_floats(denominator)
+    positive = is_number(denominator) and 0 < denominator < math.inf
     if not positive or float(denominator) > torch.finfo(dtype).max:
         raise OptionError(
             f"denominator: expected a positive number, finite in {dtype}, or a tensor of one, got {denominator!r}"
