@@ -130,7 +130,7 @@ def main(arguments=None):
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     torch.manual_seed(0)
-    env = environment() | {"tiles": has_bf16_tiles(torch.zeros(1)), "pairs": has_bf16_pairs()}
+    env = environment() | {"tiles": has_bf16_tiles("cpu"), "pairs": has_bf16_pairs()}
     for shape in o.shapes.split(","):
         found = measured(*map(int, shape.split("x")), o.rounds)
         times = ", ".join(f"{name} {ns:.1f}" for name, ns in found["ns"].items())

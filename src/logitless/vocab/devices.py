@@ -70,15 +70,18 @@ def tf32_products(wanted: bool) -> Iterator[None]:
             matmul.fp32_precision = before
 
 
-def has_bf16_tiles(x: Tensor) -> bool:
-    """Whether its device is a CPU that multiplies tiles of bf16 numbers (AMX), as oneDNN does."""
-    return x.device.type == "cpu" and _multiplies_tiles()
+def has_bf16_tiles(device_type: str) -> bool:
+    """Whether such a device is a CPU that multiplies tiles of bf16 numbers (AMX), as oneDNN does."""
+    return device_type == "cpu" and _multiplies_tiles()
 
 
 @cache
 def _multiplies_tiles() -> bool:
     known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return torch.backends.mkldnn.is_available() and known is not None and known()
+    if not torch.backends.mkldnn.is_available() or known is None or not known():
+        return False
+    asked = getattr(torch.cpu, "_init_amx", None)  # the system, without whose leave a process has no tiles
+    return asked is not None and asked()
 
 
 @cache

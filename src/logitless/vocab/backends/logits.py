@@ -58,7 +58,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 def multiplies_tiles(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> bool:
     """Whether a CPU multiplies these operands of bf16, widened, as fast as it does bf16. docs/decisions/0049"""
-    return hidden.dtype == weight == torch.bfloat16 and compute == torch.float32 and has_bf16_tiles(hidden)
+    return hidden.dtype == weight == torch.bfloat16 and compute == torch.float32 and has_bf16_tiles(hidden.device.type)
 
 
 LOG2E = math.log2(math.e)

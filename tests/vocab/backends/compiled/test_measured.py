@@ -26,7 +26,7 @@ def asked_again(monkeypatch, ratio: float) -> bool:
     """As another process asks, in which a measurement would give `ratio`."""
     measured._ratio.cache_clear()
     monkeypatch.setattr(measured, "_measure", lambda: ratio)
-    return measured.is_faster()
+    return measured.is_faster(kept=False)
 
 
 def test_it_is_measured_once(place, monkeypatch):
@@ -44,14 +44,20 @@ def test_where_nothing_can_be_kept_each_process_measures(place, monkeypatch):
     assert not asked_again(monkeypatch, 1.2)
 
 
-@pytest.mark.parametrize(("intel", "ratio", "taken"), [(True, 0.9, True), (True, 1.1, False), (False, 1.1, True)])
+@pytest.mark.parametrize(
+    ("intel", "ratio", "taken"),
+    [(True, 0.8, (True, True)), (True, 0.9, (True, False)), (True, 1.1, (False, False)), (False, 1.1, (True, True))],
+)
 def test_an_intel_processor_takes_what_is_faster(intel, ratio, taken, place, monkeypatch):
+    """Values, whose alternative reads each slice again, sooner than a loss, whose other products are bare."""
     monkeypatch.setattr(stream, "is_intel", lambda: intel)
     monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(measured, "_measure", lambda: ratio)
     hidden, labels = torch.randn(40, 8), torch.randint(1031, (40,))
-    told = ll.explain(hidden, ll.LMHead(torch.randn(1031, 8)), labels, backend="compiled")
-    assert told.slices.in_products is taken
+    head = ll.LMHead(torch.randn(1031, 8).requires_grad_())
+    values = ll.explain(hidden, ll.LMHead(head.weight.detach()), labels, backend="compiled")
+    loss = ll.explain(hidden, head, labels, want=("logprob", "entropy"), loss=True, backend="compiled")
+    assert (values.slices.in_products, loss.slices.in_products) == taken
 
 
 def test_a_measurement_is_a_ratio_of_two_times():

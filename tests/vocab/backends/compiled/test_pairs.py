@@ -1,4 +1,7 @@
-"""bf16 operands that are multiplied two numbers at a time: exact products, added up in fp32."""
+"""bf16 operands that are multiplied two numbers at a time, or by tiles: exact products, added up in fp32.
+
+Where the processor has no tiles, its vectors compute them in the same layout.
+"""
 
 import dataclasses
 import subprocess
@@ -8,19 +11,34 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import backward, library, stream
+from logitless.vocab.devices import has_bf16_tiles
 from logitless.vocab.reference import dense_token_stats
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import Operands, assert_near, operands
 from tests.support.vocab.processors import needs_library, needs_pairs
 
 pytestmark = [needs_library, needs_pairs]
+TILES_BY_VECTORS = ("-DTILES_BY_VECTORS",)
 WANT = ("logprob", "logsumexp", "entropy", "self_certainty", "mean_logit", "max_logit", "rank", "sum_sq_prob")
 KL = ("kl", "reverse_kl")
 
 
+BY = {"pairs": library.PAIRS, "tiles": library.PAIRS + (library.TILES if has_bf16_tiles("cpu") else TILES_BY_VECTORS)}
+
+
+@pytest.fixture(params=BY, autouse=True)
+def multiplied(request, streamed, monkeypatch):
+    """What the library multiplies by."""
+    monkeypatch.setattr(library, "_more", lambda: BY[request.param])
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda device_type: device_type == "cpu" and request.param == "tiles")
+    assert library.library().multiplies_tiles() == (request.param == "tiles")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def pairs(streamed, monkeypatch):
+def pairs(multiplied, monkeypatch):
     """What was multiplied in pairs: "values", "tokens" and "entries" by backward, "weights" beside the sums."""
     found, run = [], library.run
 
@@ -178,7 +196,7 @@ def test_an_adapters_products_stay_fp32(trained, pairs):
         assert (leaf.grad.double() - right).norm() <= 4e-3 * right.norm(), name
 
 
-def test_a_reference_near_by_leaves_reverse_kls_gradient_its_digits(pairs):
+def test_a_reference_near_by_leaves_reverse_kls_gradient_its_digits(multiplied, pairs):
     """At KL 1e-4 p - q is a hundredth of p: weights rounded to bf16 would lose a tenth of it."""
     ops = problem(64, 96, 4096).training("hidden")
     near = (ops.weight.float() * (1 + 0.005 * torch.randn(ops.weight.shape))).bfloat16()
@@ -188,7 +206,7 @@ def test_a_reference_near_by_leaves_reverse_kls_gradient_its_digits(pairs):
     own.reverse_kl.mean().backward()
     right = dense_token_stats(exact.hidden, exact.head, None, want=("reverse_kl",), reference=exact.reference)
     right["reverse_kl"].mean().backward()
-    assert pairs == ["values"]
+    assert pairs == {"pairs": ["values"], "tiles": ["values", "values", "tokens"]}[multiplied]  # logits made again
     assert (ops.hidden.grad.double() - exact.hidden.grad).norm() < 3e-3 * exact.hidden.grad.norm()
 
 
@@ -224,7 +242,7 @@ def test_a_loss_holds_what_is_told(kind, head, held):
     assert held() <= told.buffer_bytes <= 2_500_000
 
 
-def test_a_compiler_that_knows_no_pairs_makes_the_rest(monkeypatch, pairs):
+def test_a_compiler_that_knows_no_pairs_makes_the_rest(monkeypatch, multiplied, pairs):
     loaded = library._loaded
 
     def old(command):
@@ -240,4 +258,4 @@ def test_a_compiler_that_knows_no_pairs_makes_the_rest(monkeypatch, pairs):
             assert_values(problem(13, 8, 257))
     finally:
         library._library.cache_clear()
-    assert pairs == ["fp32"]
+    assert pairs == {"pairs": ["fp32"], "tiles": []}[multiplied]  # which are torch's then

@@ -43,7 +43,7 @@ def noise_of(tokens):
 @pytest.mark.parametrize("count", [1, 7, 8, 4_096, 9_001])
 def test_blocks_that_reach_are_those_of_plain_operations(count, first, kind, threads, monkeypatch):
     """At both ends of a word, beyond them, and where one word of thousands reaches."""
-    vectors = library._library("g++", kind, False)
+    vectors = library._library("g++", kind, ())
     monkeypatch.setattr(library, "library", lambda: vectors)
     noise, blocks = noise_of(3), torch.arange(first, first + count)
     before = torch.get_num_threads()
@@ -109,7 +109,7 @@ def test_it_stays_plain_without_a_compiler_and_without_a_library(made, monkeypat
 def test_a_library_is_made_once_there_is_one_and_never_where_no_folder_can_be(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     assert not library.is_made()
-    made = library._loaded(library._command("g++", torch.backends.cpu.get_cpu_capability(), library.has_bf16_pairs()))
+    made = library._loaded(library._command("g++", torch.backends.cpu.get_cpu_capability(), library._more()))
     assert made.place.parent == Path(tmp_path, "cache", "logitless")
     monkeypatch.setenv("CXX", "g++")
     assert library.is_made()

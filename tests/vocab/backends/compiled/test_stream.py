@@ -209,7 +209,8 @@ def test_scale_temperature_and_padding(more, temperature, streamed):
 @pytest.mark.parametrize(("budget", "chunks"), [(600_000, 1), (170_000, 2), (9_000, 0)])
 def test_a_budget_makes_chunks_and_a_small_one_makes_slices(budget, chunks, streamed):
     with put_back():
-        torch.set_num_threads(1)  # each has rows of the weight
+        torch.set_num_threads(1)  # each has rows of the weight, whose number depends on the processor
+        budget += 400 * (library.library().entries() - 96)
         ops = problem(150, 33, 1031)
         ops.labels[[2, 149]] = -100
         compare(ops, WANT, backend="compiled", memory_budget=budget)
@@ -723,7 +724,7 @@ def test_both_kinds_of_vectors_give_the_same_bits(tmp_path, monkeypatch, streame
     ops = problem(50, 40, 1031)
     found = {}
     for kind in ("AVX2", PROCESSOR):
-        made = library._library("g++", kind, False)
+        made = library._library("g++", kind, ())
         for module in (stream, panels, backward):
             monkeypatch.setattr(module, "library", lambda made=made: made)
         found[kind] = values(ops), gradients(ops)

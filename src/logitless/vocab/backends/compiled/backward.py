@@ -70,7 +70,7 @@ def _put_products(
     n, size = tokens.shape
     transposed = tokens.t().contiguous()
     factor = Factor(tokens=transposed.data_ptr(), tokens_stride=n, size=n, pairs=pairs)
-    packed = chunk.scratch.take("packed tokens", (n, rounded(size, library().lanes())))
+    packed = chunk.scratch.take("packed tokens", (factor.length, rounded(size, library().lanes())))
     if m is not None:
         m = torch.nn.functional.pad(m, (0, -n % library().lanes()))
     call = OfEntries(

@@ -19,13 +19,14 @@ import torch
 from ....algebra.online_softmax import EMPTY, FAR, MASK
 from ....hashes import hash_of
 from ...call.compiled_support import PATIENCE, compiler, first_line
-from ...devices import has_bf16_pairs
+from ...devices import has_bf16_pairs, has_bf16_tiles
 from ...noise import MULTIPLIERS, ROUNDS, WEYL
 
 SOURCES = Path(__file__).with_name("cpp")
 MAIN = SOURCES / "stream.cpp"
 FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
 PAIRS = ("-mavx512bf16", "-mavx512vl")  # beside those, where a processor has it
+TILES = ("-mamx-tile", "-mamx-bf16")  # beside those
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
 NUMBERS = (
     *(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR))),
@@ -39,27 +40,32 @@ _lock = threading.Lock()
 def library() -> Any:
     """The compiled functions with their sizes; None, said once, where this processor or its compiler has none."""
     with _lock:
-        return _library(compiler(), torch.backends.cpu.get_cpu_capability(), has_bf16_pairs())
+        return _library(compiler(), torch.backends.cpu.get_cpu_capability(), _more())
 
 
 def is_made() -> bool:
     """Whether it lies on the disk, so that `library` compiles nothing."""
     processor = torch.backends.cpu.get_cpu_capability()
     try:
-        return processor in FLAGS and _place(_command(compiler(), processor, has_bf16_pairs())).exists()
+        return processor in FLAGS and _place(_command(compiler(), processor, _more())).exists()
     except (OSError, ValueError):  # no folder can be made for it, or CXX is no command
         return False
 
 
+def _more() -> tuple[str, ...]:
+    """Flags for what the processor multiplies of bf16."""
+    return () if not has_bf16_pairs() else PAIRS + TILES if has_bf16_tiles("cpu") else PAIRS
+
+
 @cache
-def _library(compiler: str, processor: str, pairs: bool) -> Any:
+def _library(compiler: str, processor: str, more: tuple[str, ...]) -> Any:
     if processor not in FLAGS:
         return None
     try:
-        return _loaded(_command(compiler, processor, pairs))
+        return _loaded(_command(compiler, processor, more))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
-        if pairs and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
-            return _library(compiler, processor, False)
+        if more and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
+            return _library(compiler, processor, ())
         said = first_line(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
             f"backend 'compiled': {compiler} could not compile a product, slices of logits are made instead ({said})",
@@ -69,8 +75,8 @@ def _library(compiler: str, processor: str, pairs: bool) -> Any:
         return None
 
 
-def _command(compiler: str, processor: str, pairs: bool) -> tuple[str, ...]:
-    return *shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor], *(PAIRS if pairs else ())
+def _command(compiler: str, processor: str, more: tuple[str, ...]) -> tuple[str, ...]:
+    return *shlex.split(compiler), *OPTIONS, *NUMBERS, *FLAGS[processor], *more
 
 
 def _place(command: tuple[str, ...]) -> Path:
@@ -105,7 +111,7 @@ def _load(place: Path) -> Any:
     products = (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens)
     for function, given in ((found.accumulate, Streamed), *products, (found.search, Search)):
         function.argtypes = [ctypes.POINTER(given), ctypes.c_int]
-    for size in (found.lanes, found.parts, found.entries, found.rows):
+    for size in (found.lanes, found.parts, found.entries, found.rows, found.pairs_of):
         size.restype = ctypes.c_long
     found.place = place
     return found
@@ -139,7 +145,7 @@ class Factor(ctypes.Structure):
     @property
     def length(self) -> int:
         """Of a packed row, where a pair has a float's place."""
-        return (self.size + 1) // 2 if self.pairs else self.size
+        return library().pairs_of(self.size) if self.pairs else self.size
 
 
 class Head(ctypes.Structure):

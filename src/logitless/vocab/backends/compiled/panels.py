@@ -42,17 +42,18 @@ def product_bytes(numbers: int, bases: int, threads: int) -> tuple[int, int]:
     In panels, once more in rows, and of all parts together; with what each thread packs of the head.
     """
     found = library()
-    row = 4 * rounded(numbers, found.rows())
+    row = 4 * rounded(numbers, max(found.rows(0), found.rows(1)))
     return row * (2 * bases * TOGETHER + threads * found.entries()), row * 3 * bases
 
 
 def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[str, Tensor], Products]:
     """Where each basis' products will be, (panels of all parts, rows, lanes), and the same for the library."""
     found, numbers = library(), chunk.inputs.width
-    rows = rounded(numbers, found.rows())
+    pairs = rounds_weights(chunk.policy, bases)
+    rows = rounded(numbers, found.rows(pairs))
     shape = parts_of(width) * width // found.lanes(), rows * found.lanes()
     out = {basis: chunk.scratch.take(f"products {basis}", shape).view(-1, rows, found.lanes()) for basis in bases}
-    streamed = Products(p=out["p"].data_ptr(), width=numbers, pairs=rounds_weights(chunk.policy, bases))
+    streamed = Products(p=out["p"].data_ptr(), width=numbers, pairs=pairs)
     for basis in out.keys() - {"p"}:
         streamed.second, streamed.basis = out[basis].data_ptr(), BASES.index(basis)
     return out, streamed

@@ -47,9 +47,17 @@ def takes(call: Call, kept: bool = False) -> bool:
     heads = [(call.head, i.hidden, i.lora_b)]
     if call.reference is not None and i.ref_hidden is not None:
         heads.append((call.reference, i.ref_hidden, i.ref_lora_b))
-    if not all(_multiplies(call, *given) for given in heads) or library() is None:
+    if not all(_multiplies(call, *given) for given in heads) or (found := library()) is None:
         return False
-    return not is_intel() or measured.is_faster()
+    tiles = {_in_tiles(call, *given) for given in heads}
+    if True in tiles and not found.multiplies_tiles():  # by a compiler that knows none: torch does
+        return False
+    return tiles == {True} or not is_intel() or measured.is_faster(kept)
+
+
+def _in_tiles(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
+    """Whether a head's product is one that the processor has tiles for."""
+    return multiplies_tiles(hidden, call.options.autocast or head.weight.dtype, call.compute)
 
 
 def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
@@ -59,7 +67,7 @@ def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None)
         return False
     cast = call.options.autocast or head.weight.dtype
     wide = all(x.dtype in (torch.float32, torch.bfloat16) for x in tables)
-    return wide and cast == head.weight.dtype and is_plain(hidden) and not multiplies_tiles(hidden, cast, call.compute)
+    return wide and cast == head.weight.dtype and is_plain(hidden)
 
 
 def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | None:
@@ -102,9 +110,11 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     bases: how many have products.
     """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
-    sizes = [i.width + 1]  # of a bias, too
+    least = found.pairs_of(1)  # of a row, a bias aside
+    sizes = [max(i.width, least) + 1]
     if i.ref_hidden is not None:
-        sizes.append(i.ref_hidden.shape[1] + 1 + (0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]))
+        lora = 0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]
+        sizes.append(max(i.ref_hidden.shape[1] + lora, least) + 1)
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
@@ -182,7 +192,8 @@ def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> H
     held.append(factors)
     size = sum(factor.length for factor in factors)
     head = Head(factors, len(products), packed=chunk.scratch.take(name, (size, width)).data_ptr())
-    for kind, x in (("inner", on.inner if pairs and first.scaled else None), ("outer", on.outer)):
+    lacks = pairs and (first.scaled or first.late is not None)  # the factor, which no bf16 number is multiplied by
+    for kind, x in (("inner", on.inner if lacks else None), ("outer", on.outer)):
         if x is not None:
             room = chunk.scratch.take(f"{name} {kind}", (1, width))
             setattr(head, kind, held.address(_of_lanes(_column(x, chunk)[:, 0], room)))

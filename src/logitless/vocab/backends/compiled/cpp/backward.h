@@ -71,22 +71,23 @@ static void put(const float* tile, long count, long numbers, bool adds, long str
 static int multiply_for_entries(const OfEntries& call, int threads) {
   const long n_tokens = call.tile.n_tokens, panels = (call.size + LANES - 1) / LANES;
   const bool pairs = call.tokens.factors[0].pairs;
-  const long length = call.tokens.size(), stride = ROWS * length;
+  const long length = call.tokens.size(), together = pairs ? ENTRIES : FP32_ENTRIES;
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
+    const TileRegisters registers;
     const Room own(ENTRIES * (LANES + length));
     float *tile = own.memory, *packed = tile + ENTRIES * LANES;
     failed |= own.memory == nullptr;
     pack_tokens(call.tokens, length, call.size);
 #pragma omp for schedule(monotonic : dynamic)
-    for (long v = 0; v < call.tile.vocab; v += ENTRIES) {
+    for (long v = 0; v < call.tile.vocab; v += together) {
       if (own.memory == nullptr) continue;
-      const long count = std::min(ENTRIES, call.tile.vocab - v);
+      const long count = std::min(together, call.tile.vocab - v);
       if (call.tile.m) weigh(call.tile, v, count);
       const float* numbers = call.tile.numbers;
-      if (pairs) pack_panels(Rounded(numbers, v, n_tokens, n_tokens, call.scale), count, stride, packed);
-      else pack_panels(Floats(numbers, v, n_tokens, n_tokens), count, stride, packed);
+      if (pairs) pack_rows(Rounded(numbers, v, n_tokens, n_tokens, call.scale), count, length, packed);
+      else pack_panels(Floats(numbers, v, n_tokens, n_tokens), count, ROWS * length, packed);
       for (long p = 0; p < panels; p++) {
         const long some = std::min(LANES, call.size - p * LANES);
         float* to = call.out + v * call.stride + p * LANES;
@@ -101,11 +102,12 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
 
 static int multiply_for_tokens(const OfTokens& call, int threads) {
   const Tasks tasks(call.tile.n_tokens, call.tile.vocab, call.parts, threads);
-  const long rows = call.products.rows();
+  const long rows = call.products.rows(), together = call.products.pairs ? ENTRIES : FP32_ENTRIES;
   int failed = 0;
   std::fill_n(call.products.p, call.parts * tasks.panels * rows * LANES, 0.f);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
+    const TileRegisters registers;
     const Room own(ENTRIES * (LANES + rows));
     float *weights = own.memory, *packed = weights + ENTRIES * LANES;
     failed |= own.memory == nullptr;
@@ -114,8 +116,8 @@ static int multiply_for_tokens(const OfTokens& call, int threads) {
       for (long g = 0; g < tasks.groups; g++) {
         if (own.memory == nullptr) continue;
         const long end = std::min(call.tile.vocab, (i + 1) * tasks.part);
-        for (long v = i * tasks.part; v < end; v += ENTRIES) {
-          const long count = std::min(ENTRIES, end - v);
+        for (long v = i * tasks.part; v < end; v += together) {
+          const long count = std::min(together, end - v);
           pack_for(call.products, call.head, v, count, packed);
           for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++) {
             read_panel(call.tile, v, count, p, weights);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "vectors.h"
+#include "tiles.h"
 
 #if defined(__AVX512F__)
 constexpr long ROWS = 12, VECTORS = 2;  // as many sums as there are registers for
@@ -11,7 +11,8 @@ constexpr long ROWS = 12, VECTORS = 2;  // as many sums as there are registers f
 constexpr long ROWS = 4, VECTORS = 3;
 #endif
 constexpr long LANES = WIDTH * VECTORS;
-constexpr long ENTRIES = 96;  // whose packed rows stay in a core's second cache
+constexpr long FP32_ENTRIES = 96;  // entries whose packed rows stay in a core's second cache, and as many of bfloat16
+constexpr long ENTRIES = MULTIPLIES_TILES ? 2 * FP32_ENTRIES : FP32_ENTRIES;  // at most, for which there is room
 
 static inline float widened(uint16_t half) {
   const uint32_t bits = uint32_t(half) << 16;
@@ -85,12 +86,12 @@ struct Rounded : Matrix<float> {
   }
 };
 
-// `count` rows as panel[k][row] of panels of ROWS that lie `stride` apart; rows up to ENTRIES are 0
+// `count` rows as panel[k][row] of panels of ROWS that lie `stride` apart; rows up to a whole panel are 0
 template <class Numbers>
 static void pack_panels(const Numbers& of, long count, long stride, float* packed) {
   const long length = (of.size + of.together - 1) / of.together, whole = of.size / of.together / 4 * 4;
-  for (long first = 0; first < ENTRIES; first += ROWS, packed += stride) {
-    const long rows = std::max(0L, std::min(ROWS, count - first)), fours = rows == ROWS ? whole : 0;
+  for (long first = 0; first < count; first += ROWS, packed += stride) {
+    const long rows = std::min(ROWS, count - first), fours = rows == ROWS ? whole : 0;
     for (long k = 0; k < fours; k += 4)
       for (long i = 0; i < ROWS; i += 4) {
         const long row = first + i;
@@ -102,5 +103,20 @@ static void pack_panels(const Numbers& of, long count, long stride, float* packe
       }
     for (long k = fours; k < length; k++)
       for (long i = 0; i < ROWS; i++) packed[k * ROWS + i] = i < rows ? of.one(first + i, k) : 0.f;
+  }
+}
+
+// `count` rows of pairs as panels [length / TILE][TILE rows][TILE pairs], with 0 behind a row's end and for rows up to a
+// whole block
+template <class Numbers>
+static void pack_tiles(const Numbers& of, long count, long length, float* packed) {
+  const long pairs = (of.size + 1) / 2, whole = of.size / (2 * TILE) * TILE;
+  for (long row = 0; row < (count + BLOCK - 1) / BLOCK * BLOCK; row++) {
+    float* to = packed + row / TILE * TILE * length + row % TILE * TILE;
+    long k = 0;
+    for (; k < (row < count ? whole : 0); k += TILE, to += TILE * TILE)
+      for (long j = 0; j < TILE; j += 4) _mm_storeu_ps(to + j, of.four(row, k + j));
+    for (; k < length; k += TILE, to += TILE * TILE)
+      for (long j = 0; j < TILE; j++) to[j] = row < count && k + j < pairs ? of.one(row, k + j) : 0.f;
   }
 }

@@ -6,6 +6,12 @@
 constexpr long DEPTH = 512;   // terms of the products at a time, so that panels of both operands stay in its first ones
 constexpr long CHAIN = 128;   // terms that are added up one after another: longer chains lose digits
 
+// Pairs of a packed row of `size` numbers: whole tiles of them, where those are multiplied
+static long pairs_of_row(long size) {
+  const long pairs = (size + 1) / 2;
+  return MULTIPLIES_TILES ? (pairs + TILE - 1) / TILE * TILE : pairs;
+}
+
 // tokens (n, size) times entries (vocab, size), the numbers of a row side by side: a weight's, an adapter's or a bias's
 struct Factor {
   const float* tokens;
@@ -13,7 +19,7 @@ struct Factor {
   const void* entries;
   int64_t entries_stride, size, half;  // half: bfloat16 entries, else float
   int64_t pairs;                       // whether tokens are bfloat16, too, and multiplied by two numbers at a time
-  long length() const { return pairs ? (size + 1) / 2 : size; }  // of a packed row, where a pair has a float's place
+  long length() const { return pairs ? pairs_of_row(size) : size; }  // of a packed row, where a pair has a float's place
   float entry(long v, long k) const {
     const long at = v * entries_stride + k;
     return half ? widened(static_cast<const uint16_t*>(entries)[at]) : static_cast<const float*>(entries)[at];
@@ -35,17 +41,26 @@ struct Head {
   long pairs() const { return n_factors && factors[0].pairs ? factors[0].length() : 0; }
 };
 
-// `count` rows of a factor from v on, packed
-static void pack_rows(const Factor& w, long v, long count, long stride, float* packed) {
-  if (w.pairs) pack_panels(Pairs(w.entries, v, w.entries_stride, w.size), count, stride, packed);
-  else if (w.half) pack_panels(Widened(w.entries, v, w.entries_stride, w.size), count, stride, packed);
-  else pack_panels(Floats(w.entries, v, w.entries_stride, w.size), count, stride, packed);
+// `count` rows of pairs as a product reads them
+template <class Numbers>
+static void pack_rows(const Numbers& of, long count, long length, float* packed) {
+  if (MULTIPLIES_TILES) pack_tiles(of, count, length, packed);
+  else pack_panels(of, count, ROWS * length, packed);
 }
 
-// A head's rows, those of one factor after those of another
+// A head's rows: pairs, and after them the numbers of all other factors, those of one after those of another
 static void pack_entries(const Head& head, long size, long v, long count, float* packed) {
-  for (long f = 0; f < head.n_factors; packed += ROWS * head.factors[f++].length())
-    pack_rows(head.factors[f], v, count, ROWS * size, packed);
+  const long pairs = head.pairs();
+  if (pairs) {
+    const Factor& w = head.factors[0];
+    pack_rows(Pairs(w.entries, v, w.entries_stride, w.size), count, pairs, packed);
+    packed += ENTRIES * pairs;
+  }
+  for (long f = pairs ? 1 : 0; f < head.n_factors; packed += ROWS * head.factors[f++].size) {
+    const Factor& w = head.factors[f];
+    if (w.half) pack_panels(Widened(w.entries, v, w.entries_stride, w.size), count, ROWS * (size - pairs), packed);
+    else pack_panels(Floats(w.entries, v, w.entries_stride, w.size), count, ROWS * (size - pairs), packed);
+  }
 }
 
 // A head's tokens as panels [n / LANES][size][LANES], with 0 for tokens that there are not; a loop of all threads
@@ -59,7 +74,7 @@ static void pack_tokens(const Head& head, long size, long n_tokens) {
         for (long n = p * LANES; n < (p + 1) * LANES; n++) {
           const float* x = w.tokens + n * w.tokens_stride;
           if (n >= n_tokens) *packed++ = 0.f;
-          else if (w.pairs) *packed++ = rounded_pair(x[2 * k], 2 * k + 1 < w.size ? x[2 * k + 1] : 0.f);
+          else if (w.pairs) *packed++ = rounded_pair(2 * k < w.size ? x[2 * k] : 0.f, 2 * k + 1 < w.size ? x[2 * k + 1] : 0.f);
           else *packed++ = x[k];
         }
     }
@@ -94,28 +109,39 @@ static void multiply(const float* entries, const float* tokens, long terms, floa
     }
 }
 
-// logits[ENTRIES][LANES] += `count` packed entries times a panel of tokens, those terms from `first` to `end` of `size`
+// logits[ENTRIES][LANES] += `count` packed entries times a panel of tokens, `size` terms of each
 template <bool pairs>
-static void add_terms(const float* entries, const float* tokens, long first, long end, long size, long count, float* logits) {
+static void add_terms(const float* entries, const float* tokens, long size, long count, float* logits) {
   constexpr long chain = pairs ? CHAIN / 2 : CHAIN;
-  for (long k = first; k < end; k += DEPTH)
+  for (long k = 0; k < size; k += DEPTH)
     for (long i = 0; i < count; i += ROWS)
-      for (long c = k; c < std::min(end, k + DEPTH); c += chain)
-        multiply<pairs>(entries + i * size + c * ROWS, tokens + c * LANES, std::min(chain, end - c), logits + i * LANES);
+      for (long c = k; c < std::min(size, k + DEPTH); c += chain)
+        multiply<pairs>(entries + i * size + c * ROWS, tokens + c * LANES, std::min(chain, size - c), logits + i * LANES);
+}
+
+// The same of pairs, by tiles where those are multiplied, whose first terms are the logits
+static void add_pairs(const float* entries, const float* tokens, long size, long count, float* logits) {
+  if constexpr (MULTIPLIES_TILES) {
+    for (long k = 0; k < size; k += DEPTH / 2)
+      for (long i = 0; i < count; i += BLOCK)
+        multiply_tiles(entries + i * size + k * TILE, TILE * size, tokens + k * LANES, std::min(DEPTH / 2, size - k), k == 0, logits + i * LANES);
+  } else {
+    add_terms<true>(entries, tokens, size, count, logits);
+  }
 }
 
 // logits[ENTRIES][LANES] of `count` packed entries and a panel of tokens, the one of number `panel`
 static void make_logits(const Head& head, long size, const float* entries, long count, long panel, float* logits) {
   const float* tokens = head.packed + panel * size * LANES;
   const long pairs = head.pairs();
-  std::memset(logits, 0, ENTRIES * LANES * sizeof(float));
-  add_terms<true>(entries, tokens, 0, pairs, size, count, logits);
+  if (!(pairs && MULTIPLIES_TILES)) std::memset(logits, 0, count * LANES * sizeof(float));
+  if (pairs) add_pairs(entries, tokens, pairs, count, logits);
   if (head.inner)
     for (long j = 0; j < LANES; j += WIDTH) {
       const Vector inner = load(head.inner + panel * LANES + j);
       for (long i = j; i < count * LANES; i += LANES) store(logits + i, inner * load(logits + i));
     }
-  add_terms<false>(entries, tokens, pairs, size, size, count, logits);
+  add_terms<false>(entries + ENTRIES * pairs, tokens + pairs * LANES, size - pairs, count, logits);
   if (head.outer == nullptr) return;
   for (long j = 0; j < LANES; j += WIDTH) {
     const Vector outer = load(head.outer + panel * LANES + j);

@@ -11,7 +11,8 @@ struct Products {
   Basis basis;
   int64_t width;  // numbers of a row, of the head's first factors: a bias is none of them
   int64_t pairs;  // whether weights are rounded to bfloat16, as the rows are, and multiplied for two entries at a time
-  long rows() const { return (width + ROWS - 1) / ROWS * ROWS; }
+  long rows() const { return (width + together() - 1) / together() * together(); }
+  long together() const { return pairs && MULTIPLIES_TILES ? BLOCK : ROWS; }
   Products of(long offset) const { return {p ? p + offset : p, second ? second + offset : second, basis, width, pairs}; }
 };
 
@@ -81,19 +82,47 @@ static void pack_pairs(const Factor& w, long v, long count, float* packed) {
   }
 }
 
+// The same as tiles [rows / TILE][ENTRIES / 2 / TILE][TILE numbers][TILE pairs], with 0 for entries that there are not
+static void pack_pairs_in_tiles(const Factor& w, long v, long count, float* packed) {
+  const uint16_t* x = static_cast<const uint16_t*>(w.entries) + v * w.entries_stride;
+  const auto at = [&](long i, long k) { return i < count ? x[i * w.entries_stride + k] : uint16_t(0); };
+  for (long i = 0; i < ENTRIES; i += 8)
+    for (long k = 0; k < w.size; k += 4) {
+      float* to = packed + k / TILE * TILE * ENTRIES / 2 + i / 2 / TILE * TILE * TILE + k % TILE * TILE + i / 2 % TILE;
+      if (i + 8 > count || k + 4 > w.size) {
+        for (long n = k; n < std::min(k + 4, w.size); n++, to += TILE)
+          for (long j = 0; j < 4; j++) to[j] = pair_of(at(i + 2 * j, n), at(i + 2 * j + 1, n));
+        continue;
+      }
+      __m128 four[4];
+      for (long j = 0; j < 4; j++) {
+        const uint16_t* first = x + (i + 2 * j) * w.entries_stride + k;
+        const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first));
+        const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first + w.entries_stride));
+        four[j] = _mm_castsi128_ps(_mm_unpacklo_epi16(a, b));
+      }
+      _MM_TRANSPOSE4_PS(four[0], four[1], four[2], four[3]);
+      for (long j = 0; j < 4; j++) _mm_storeu_ps(to + j * TILE, four[j]);
+    }
+}
+
 // The rows of a head from v on, packed for its products
 static void pack_for(const Products& products, const Head& head, long v, long count, float* packed) {
-  if (products.pairs) pack_pairs(head.factors[0], v, count, packed);
+  if (products.pairs && MULTIPLIES_TILES) pack_pairs_in_tiles(head.factors[0], v, count, packed);
+  else if (products.pairs) pack_pairs(head.factors[0], v, count, packed);
   else pack_numbers(head, products.width, v, count, packed);
 }
 
-// Weights of `count` entries as pairs of two entries, in their place
-static void pair_weights(long count, float* weights) {
-  for (long i = 0; i < count; i += 2)
+// Weights of `count` entries as pairs of two entries, in their place; 0 for those up to a whole tile. Returns how many.
+static long pair_weights(long count, float* weights) {
+  const long pairs = pairs_of_row(count);
+  for (long i = 0; i < pairs; i++)
     for (long j = 0; j < LANES; j += WIDTH) {
-      const float* x = weights + i * LANES + j;
-      store(weights + i / 2 * LANES + j, pairs_of(load(x), i + 1 < count ? load(x + LANES) : all(0.f)));
+      const float* x = weights + 2 * i * LANES + j;
+      const Vector zero = all(0.f), first = 2 * i < count ? load(x) : zero;
+      store(weights + i * LANES + j, pairs_of(first, 2 * i + 1 < count ? load(x + LANES) : zero));
     }
+  return pairs;
 }
 
 // Brings the products of a panel of tokens to what a tile's weights are relative to
@@ -112,8 +141,12 @@ static void move_products(const Weights& weights, long rows, float* p, float* se
 
 // Adds `count` packed entries times their weights, which are made pairs where those are multiplied
 static void add_products(const float* packed, float* weights, long count, bool pairs, long rows, float* sums) {
-  if (pairs) pair_weights(count, weights);
-  for (long i = 0; i < rows; i += ROWS)
-    if (pairs) multiply<true>(packed + i * ENTRIES, weights, (count + 1) / 2, sums + i * LANES);
-    else multiply<false>(packed + i * ENTRIES, weights, count, sums + i * LANES);
+  const long terms = pairs ? pair_weights(count, weights) : count;
+  if (pairs && MULTIPLIES_TILES)
+    for (long i = 0; i < rows; i += BLOCK)
+      multiply_tiles(packed + i * ENTRIES / 2, TILE * ENTRIES / 2, weights, terms, false, sums + i * LANES);
+  else
+    for (long i = 0; i < rows; i += ROWS)
+      if (pairs) multiply<true>(packed + i * ENTRIES, weights, terms, sums + i * LANES);
+      else multiply<false>(packed + i * ENTRIES, weights, terms, sums + i * LANES);
 }

@@ -105,8 +105,10 @@ extern "C" {
 long lanes() { return LANES; }
 long parts() { return PARTS; }
 long entries() { return ENTRIES; }
-long rows() { return ROWS; }
+long rows(int pairs) { return Products{.pairs = pairs}.together(); }
+long pairs_of(long size) { return pairs_of_row(size); }
 int multiplies_pairs() { return MULTIPLIES_PAIRS; }
+int multiplies_tiles() { return MULTIPLIES_PAIRS && MULTIPLIES_TILES; }
 
 // Each of these returns 0, or 1 where there is no memory.
 int multiply_entries(const OfEntries* call, int threads) { return multiply_for_entries(*call, threads); }
@@ -120,13 +122,14 @@ int search(const Search* call, int threads) {
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;
   const Tasks tasks(call.n_tokens, call.vocab, call.parts, threads);
-  const long parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
+  const long together = call.head.pairs() ? ENTRIES : FP32_ENTRIES, parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
   int failed = 0;
   clear(call.sums, parts * width);
   for (float* sums : {call.products.p, call.products.second})
     if (sums) std::fill_n(sums, parts * width * rows, 0.f);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
+    const TileRegisters registers;
     const Own own{call.head.size(), call.ref.size(), rows};
     failed |= own.room.memory == nullptr;
     Best best = call.best;
@@ -140,8 +143,8 @@ int accumulate(const Call* given, int threads) {
         const Sums sums = moved(call.sums, i * width);
         const Products products = call.products.of(i * width * rows);
         const long end = std::min(call.vocab, (i + 1) * tasks.part);
-        for (long v = i * tasks.part; v < end; v += ENTRIES) {
-          const long count = std::min(ENTRIES, end - v);
+        for (long v = i * tasks.part; v < end; v += together) {
+          const long count = std::min(together, end - v);
           pack_entries(call.head, own.size, v, count, own.entries);
           pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
           pack_for(call.products, call.head, v, count, own.transposed);
