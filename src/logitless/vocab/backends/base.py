@@ -35,6 +35,7 @@ from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
+from .compiled import few
 from .logits import (
     FewRows,
     GivenLogits,
@@ -160,6 +161,8 @@ class Backend(ABC):
         """
         options, i, compute = call.options, call.inputs, call.compute
         demand, held = self.within(call, vocab_size, price.skips)
+        unconverted = price.method == "values" and multiplies_few(call)
+        demand["converted"] -= unconverted * i.hidden.shape[1]
         found = slices_of(
             n_tokens,
             vocab_size,
@@ -172,7 +175,8 @@ class Backend(ABC):
             together=together,
         )
         found = replace(found, nbytes=found.nbytes + held, copied=held)
-        if price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu" and not found.at_once:
+        converted = price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu"
+        if (unconverted or converted) and not found.at_once:
             found = replace(found, at_once=found.width)
         if not price.skips or options.sparse is None:
             return found
@@ -254,6 +258,14 @@ def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
 def converts(call: Call, weight: Weight) -> bool:
     """Whether that is not its own."""
     return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
+
+
+def multiplies_few(call: Call) -> bool:
+    """Whether the head's product with all tokens, which are few, is one of bf16 rows that nothing converts."""
+    weight, cast = call.head.weight, call.options.autocast or call.head.weight.dtype
+    if not isinstance(weight, Tensor) or weight.dtype != cast:
+        return False
+    return multiplies_tiles(call.inputs.hidden, cast, call.compute) and few.takes(call.n_tokens, weight.detach())
 
 
 def rounds_weights(call: Call) -> bool:

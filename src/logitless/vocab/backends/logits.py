@@ -18,6 +18,7 @@ from ..devices import bf16_products, exp_is_fast, has_bf16_tiles, is_intel
 from ..head.lm_head import LMHead, place
 from ..head.quantised import Weight, plain
 from ..sizing import current_sizing
+from .compiled import few
 
 
 def has_out_dtype(device_type: str) -> bool:
@@ -139,13 +140,16 @@ class Factor:
     def operand(self, v: slice, passing: bool = False) -> Tensor:
         """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice.
 
-        passing: whether a converted slice may be in the buffer, too: new memory costs a CPU more time.
+        passing: whether only `Projection.logits` reads it. A converted slice may then be in the buffer, too, for new
+        memory costs a CPU more time, or stay bf16 for a few tokens.
         """
         (table, cast), shape = self.table, (v.stop - v.start, self.entries.shape[1])
         if not isinstance(table, Tensor):
             return table.rows(v, self.buffer(shape)).to(cast).to(self.dtype)
         rows = table[v].to(cast)
         in_buffer = passing and rows.dtype != self.dtype
+        if in_buffer and self.in_tiles and few.takes(len(self.tokens), table):
+            return rows
         return self.buffer(shape).copy_(rows) if in_buffer else rows.to(self.dtype)
 
     @property
@@ -229,8 +233,11 @@ class Projection:
     def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`."""
         first = self.factors[0]
-        with bf16_products(first.in_tiles):
-            product(first.rows, w[0].t(), out)
+        if w[0].dtype == first.dtype:
+            with bf16_products(first.in_tiles):
+                product(first.rows, w[0].t(), out)
+        else:
+            few.product_of_few(first.tokens, w[0], out)
         if first.late is not None:
             out.mul_(first.late)
         for f, part in zip(self.factors[1:], w[1:], strict=True):

@@ -1,7 +1,4 @@
-"""bf16 operands that are multiplied two numbers at a time, or by tiles: exact products, added up in fp32.
-
-Where the processor has no tiles, its vectors compute them in the same layout.
-"""
+"""bf16 operands that are multiplied two numbers at a time, or by tiles: exact products, added up in fp32."""
 
 import dataclasses
 import subprocess
@@ -11,29 +8,21 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import backward, library, stream
-from logitless.vocab.devices import has_bf16_tiles
 from logitless.vocab.reference import dense_token_stats
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import Operands, assert_near, operands
-from tests.support.vocab.processors import needs_library, needs_pairs
+from tests.support.vocab.processors import multiply_by, needs_library, needs_pairs
 
 pytestmark = [needs_library, needs_pairs]
-TILES_BY_VECTORS = ("-DTILES_BY_VECTORS",)
 WANT = ("logprob", "logsumexp", "entropy", "self_certainty", "mean_logit", "max_logit", "rank", "sum_sq_prob")
 KL = ("kl", "reverse_kl")
 
 
-BY = {"pairs": library.PAIRS, "tiles": library.PAIRS + (library.TILES if has_bf16_tiles("cpu") else TILES_BY_VECTORS)}
-
-
-@pytest.fixture(params=BY, autouse=True)
+@pytest.fixture(params=["pairs", "tiles"], autouse=True)
 def multiplied(request, streamed, monkeypatch):
     """What the library multiplies by."""
-    monkeypatch.setattr(library, "_more", lambda: BY[request.param])
-    monkeypatch.setattr(logits, "has_bf16_tiles", lambda device_type: device_type == "cpu" and request.param == "tiles")
-    assert library.library().multiplies_tiles() == (request.param == "tiles")
+    multiply_by(request.param, monkeypatch)
     return request.param
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ....algebra.costs import BLOCK
 from ..base import lies_in_columns
 from ..eager.threads import in_parts
+from .library import is_plain
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensors]
@@ -55,11 +55,6 @@ def fits(z: Tensor) -> bool:
     """
     in_order = z.is_contiguous() or (lies_in_columns(z) and z.shape[1] % BLOCK == 0)
     return is_plain(z) and min(z.shape) > 1 and in_order
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether a tensor holds numbers that nobody watches: no fake one, no subclass, no dispatch mode around it."""
-    return _get_current_dispatch_mode() is None and type(x) is Tensor
 
 
 def by_block(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:

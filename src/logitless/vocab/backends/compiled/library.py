@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ....algebra.online_softmax import EMPTY, FAR, MASK
 from ....hashes import hash_of
@@ -108,13 +110,18 @@ def _loaded(command: tuple[str, ...]) -> Any:
 
 def _load(place: Path) -> Any:
     found: Any = ctypes.CDLL(str(place))
-    products = (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens)
+    products = (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens), (found.multiply_few, OfFew)
     for function, given in ((found.accumulate, Streamed), *products, (found.search, Search)):
         function.argtypes = [ctypes.POINTER(given), ctypes.c_int]
     for size in (found.lanes, found.parts, found.entries, found.rows, found.pairs_of):
         size.restype = ctypes.c_long
     found.place = place
     return found
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds numbers that nobody watches: no fake one, no subclass, no dispatch mode around it."""
+    return _get_current_dispatch_mode() is None and type(x) is Tensor
 
 
 def run(function: Any, call: ctypes.Structure) -> None:
@@ -203,6 +210,12 @@ class OfTokens(ctypes.Structure):
     """As in cpp/backward.h."""
 
     _fields_ = (("tile", Tile), ("head", Head), ("products", Products), ("parts", _number))
+
+
+class OfFew(ctypes.Structure):
+    """As in cpp/few.h."""
+
+    _fields_ = (("head", Head), ("n_tokens", _number), ("vocab", _number), ("out", _address), ("stride", _number))
 
 
 class Best(ctypes.Structure):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...call.compiled_support import why_not
 from ...noise import PLAIN, Search, blocks_reaching
 from . import library
-from .kernels import is_plain
+from .library import is_plain
 
 PAID = 1 << 26  # ids that plain operations look through in the time that compiling the library takes
 AT_A_TIME = 1 << 22  # ids of a call of the library

@@ -23,8 +23,7 @@ from ..base import Chunk, Partial, Tile, normalised
 from ..logits import Projection, multiplies_tiles
 from . import measured
 from .backward import bytes_beside
-from .kernels import is_plain
-from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, library, run
+from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, is_plain, library, run
 from .panels import in_pairs, moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read

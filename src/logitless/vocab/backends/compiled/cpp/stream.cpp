@@ -6,6 +6,7 @@
 
 #include "backward.h"
 #include "best.h"
+#include "few.h"
 #include "noise.h"
 #include "sums.h"
 
@@ -113,6 +114,7 @@ int multiplies_tiles() { return MULTIPLIES_PAIRS && MULTIPLIES_TILES; }
 // Each of these returns 0, or 1 where there is no memory.
 int multiply_entries(const OfEntries* call, int threads) { return multiply_for_entries(*call, threads); }
 int multiply_tokens(const OfTokens* call, int threads) { return multiply_for_tokens(*call, threads); }
+int multiply_few(const OfFew* call, int threads) { return multiply_for_few(*call, threads); }
 
 int search(const Search* call, int threads) {
   search_words(*call, threads);
