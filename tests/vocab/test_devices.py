@@ -94,3 +94,19 @@ def test_threads_that_overlap_leave_the_switch_as_it_was():
         first.__exit__(None, None, None)
         second.__exit__(None, None, None)
         assert onednn.matmul.fp32_precision == "none"
+
+
+@pytest.mark.parametrize(
+    ("known", "allowed", "capable"), [(True, True, True), (False, True, True), (True, False, True), (True, True, False)]
+)
+def test_tiles_need_the_processor_and_the_system(known, allowed, capable, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: known, raising=False)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: allowed, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": capable}, raising=False)
+    devices._multiplies_tiles.cache_clear()
+    try:
+        found = devices.has_bf16_tiles("cpu")
+        assert found == (known and allowed and capable and torch.backends.mkldnn.is_available())
+        assert not devices.has_bf16_tiles("meta")
+    finally:
+        devices._multiplies_tiles.cache_clear()

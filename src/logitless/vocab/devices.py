@@ -80,8 +80,9 @@ def _multiplies_tiles() -> bool:
     known = getattr(torch.cpu, "_is_amx_tile_supported", None)
     if not torch.backends.mkldnn.is_available() or known is None or not known():
         return False
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     asked = getattr(torch.cpu, "_init_amx", None)  # the system, without whose leave a process has no tiles
-    return asked is not None and asked()
+    return capabilities.get("amx_bf16", True) and asked is not None and asked()
 
 
 @cache

@@ -162,7 +162,10 @@ class Backend(ABC):
         options, i, compute = call.options, call.inputs, call.compute
         demand, held = self.within(call, vocab_size, price.skips)
         unconverted = price.method == "values" and multiplies_few(call)
-        demand["converted"] -= unconverted * i.hidden.shape[1]
+        if unconverted:
+            held += few.nbytes(i.hidden.shape[1])
+            demand["budget"] -= held
+            demand["converted"] -= i.hidden.shape[1]
         found = slices_of(
             n_tokens,
             vocab_size,
@@ -174,9 +177,8 @@ class Backend(ABC):
             wide=wide,
             together=together,
         )
-        found = replace(found, nbytes=found.nbytes + held, copied=held)
-        converted = price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu"
-        if (unconverted or converted) and not found.at_once:
+        found = replace(found, nbytes=found.nbytes + held, copied=0 if unconverted else held, unconverted=unconverted)
+        if price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu" and not found.at_once:
             found = replace(found, at_once=found.width)
         if not price.skips or options.sparse is None:
             return found
@@ -261,11 +263,19 @@ def converts(call: Call, weight: Weight) -> bool:
 
 
 def multiplies_few(call: Call) -> bool:
-    """Whether the head's product with all tokens, which are few, is one of bf16 rows that nothing converts."""
-    weight, cast = call.head.weight, call.options.autocast or call.head.weight.dtype
-    if not isinstance(weight, Tensor) or weight.dtype != cast:
+    """Whether the head's product with all tokens, which are few, is one of bf16 rows that nothing converts.
+
+    Not of a sharded head, whose ranks take the same chunks.
+    """
+    hidden, weight = call.inputs.hidden, call.head.weight
+    cast = call.options.autocast or weight.dtype
+    if call.shard is not None or not isinstance(weight, Tensor) or weight.dtype != cast:
         return False
-    return multiplies_tiles(call.inputs.hidden, cast, call.compute) and few.takes(call.n_tokens, weight.detach())
+    if not multiplies_tiles(hidden, cast, call.compute) or not few.takes(
+        call.n_tokens, hidden.detach(), weight.detach()
+    ):
+        return False
+    return few.nbytes(weight.shape[1]) <= call.budget // 4
 
 
 def rounds_weights(call: Call) -> bool:
@@ -448,12 +458,14 @@ class Chunk:
 
     def operand(self, v: slice) -> Operands | None:
         """The policy's operands of a slice; None where they are converted in parts, and each for its logits alone."""
-        return None if self.slices.at_once else self.policy.operand(v)
+        return None if self.slices.at_once or self.slices.unconverted else self.policy.operand(v)
 
     def put_logits(self, v: slice, w: Operands | None, out: Tensor) -> Tensor:
         """The policy's logits of a slice, (C, S), into `out`; w: what `operand` gave."""
         if w is not None:
             return self.policy.logits(w, v, out)
+        if self.slices.unconverted:
+            return self.policy.logits_of_few(v, out)
         for start in range(v.start, v.stop, self.slices.at_once):
             some = slice(start, min(v.stop, start + self.slices.at_once))
             part = out[:, some.start - v.start : some.stop - v.start]

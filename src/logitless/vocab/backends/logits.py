@@ -58,7 +58,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 
 def multiplies_tiles(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> bool:
-    """Whether a CPU multiplies these operands of bf16, widened, as fast as it does bf16. docs/decisions/0049"""
+    """Whether a CPU multiplies these operands of bf16 in tiles, with sums in fp32. docs/decisions/0049 and 0058"""
     return hidden.dtype == weight == torch.bfloat16 and compute == torch.float32 and has_bf16_tiles(hidden.device.type)
 
 
@@ -140,16 +140,13 @@ class Factor:
     def operand(self, v: slice, passing: bool = False) -> Tensor:
         """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice.
 
-        passing: whether only `Projection.logits` reads it. A converted slice may then be in the buffer, too, for new
-        memory costs a CPU more time, or stay bf16 for a few tokens.
+        passing: whether a converted slice may be in the buffer, too: new memory costs a CPU more time.
         """
         (table, cast), shape = self.table, (v.stop - v.start, self.entries.shape[1])
         if not isinstance(table, Tensor):
             return table.rows(v, self.buffer(shape)).to(cast).to(self.dtype)
         rows = table[v].to(cast)
         in_buffer = passing and rows.dtype != self.dtype
-        if in_buffer and self.in_tiles and few.takes(len(self.tokens), table):
-            return rows
         return self.buffer(shape).copy_(rows) if in_buffer else rows.to(self.dtype)
 
     @property
@@ -233,14 +230,22 @@ class Projection:
     def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         """z of one slice, (C, S), into `out`; -inf stays, see `Chunk.mask`."""
         first = self.factors[0]
-        if w[0].dtype == first.dtype:
-            with bf16_products(first.in_tiles):
-                product(first.rows, w[0].t(), out)
-        else:
-            few.product_of_few(first.tokens, w[0], out)
+        with bf16_products(first.in_tiles):
+            product(first.rows, w[0].t(), out)
+        return self._finish(w[1:], v, out)
+
+    def logits_of_few(self, v: slice, out: Tensor) -> Tensor:
+        """`logits` of a few bf16 tokens, by bf16 entries as they lie: see `compiled.few`."""
+        first, *others = self.factors
+        few.product_of_few(first.tokens, plain(first.entries)[v], out)
+        return self._finish(tuple(f.operand(v) for f in others), v, out)
+
+    def _finish(self, others: Operands, v: slice, out: Tensor) -> Tensor:
+        """z of one slice from the first factor's product, in its place."""
+        first = self.factors[0]
         if first.late is not None:
             out.mul_(first.late)
-        for f, part in zip(self.factors[1:], w[1:], strict=True):
+        for f, part in zip(self.factors[1:], others, strict=True):
             add_product(f.rows, part.t(), out)
         if self.bias is not None:
             bias = self.bias[v]

@@ -1,5 +1,7 @@
 """A few tokens of a bf16 head on a processor that multiplies tiles: exact products, and no copy of the head in fp32."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -60,6 +62,17 @@ def test_every_head_is_the_oracle(more, temperature, products):
     assert set(products) == {32}
 
 
+@pytest.mark.parametrize("n", [1, 2, 31, 32])
+def test_a_second_look_reads_logits_in_columns(n, products):
+    ops, want = problem(n, 37, 4099, reference=True), ("jsd", "kl", "rank")
+    found = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, backend="eager")
+    exact = ops.to(torch.float64)
+    right = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference)
+    for name in want:
+        assert_near(getattr(found, name), right[name].double(), 2e-5, name)
+    assert products
+
+
 def test_rows_that_lie_apart_beside_nan(products):
     ops = problem(3, 31, 500)
     wide = torch.full((500, 40), torch.nan, dtype=torch.bfloat16)
@@ -103,6 +116,25 @@ def test_others_keep_their_product(given, why, products):
     ops = operands((n,), h, v, dtype=dtype, bias=False).training()
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
     assert not products, why
+
+
+def test_a_small_budget_has_no_room_for_a_threads_rows(products):
+    ops = problem(2, 512, 1031)
+    for budget, taken in ((300_000, False), (100_000_000, True)):
+        told = ll.explain(ops.hidden, ops.head, want=("logsumexp",), memory_budget=budget)
+        assert told.buffer_bytes <= budget
+        assert told.slices.unconverted == taken
+        ll.token_stats(ops.hidden, ops.head, want=("logsumexp",), memory_budget=budget)
+        assert bool(products) == taken
+
+
+def test_without_a_compiler_nothing_is_said(products, monkeypatch):
+    monkeypatch.setattr(few, "why_not", lambda device: "no compiler")
+    ops = problem(2, 24, 1031)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
+    assert not products
 
 
 def test_small_heads_compile_nothing(products, monkeypatch):

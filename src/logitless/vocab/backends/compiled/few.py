@@ -7,19 +7,28 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ...call.compiled_support import why_not
 from . import library
 
-MOST = 32  # tokens, of more a product in slices costs no more than what it converts
+MOST = 32  # tokens; more of them make a conversion cost little beside their product
 WORTH = 1 << 24  # numbers of a head, for which a machine compiles the library once
 
 
-def takes(n_tokens: int, head: Tensor) -> bool:
-    """Whether the library multiplies so many tokens by a head of bf16 rows on a processor that has tiles."""
-    worth = 0 < n_tokens <= MOST and head.numel() >= WORTH and head.stride(1) == 1
-    if not worth or torch.compiler.is_compiling() or not library.is_plain(head):
+def takes(n_tokens: int, hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the library multiplies so many tokens by bf16 rows, on a processor that has tiles for it."""
+    worth = 0 < n_tokens <= MOST and weight.numel() >= WORTH and weight.stride(1) == 1
+    if not worth or torch.compiler.is_compiling() or not all(map(library.is_plain, (hidden, weight))):
         return False
+    if why_not(hidden.device) is not None or library.library() is None:
+        return False
+    return bool(library.library().multiplies_tiles())
+
+
+def nbytes(size: int) -> int:
+    """Of packed tokens with so many numbers, and of each thread's rows."""
     found = library.library()
-    return found is not None and bool(found.multiplies_tiles())
+    length = found.pairs_of(size)
+    return 4 * (found.lanes() * length + torch.get_num_threads() * found.entries() * (found.lanes() + length))
 
 
 def product_of_few(tokens: Tensor, rows: Tensor, out: Tensor) -> Tensor:
@@ -34,7 +43,8 @@ def product_of_few(tokens: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         half=True,
         pairs=True,
     )
-    packed = tokens.new_empty(factor.length, MOST)
+    found = library.library()
+    packed = tokens.new_empty(factor.length, found.lanes())
     head = library.Head(ctypes.pointer(factor), 1, packed=packed.data_ptr())
-    library.run(library.library().multiply_few, library.OfFew(head, n, len(rows), out.data_ptr(), out.stride(0)))
+    library.run(found.multiply_few, library.OfFew(head, n, len(rows), out.data_ptr(), *out.stride()))
     return out

@@ -28,7 +28,7 @@ SOURCES = Path(__file__).with_name("cpp")
 MAIN = SOURCES / "stream.cpp"
 FLAGS = {"AVX512": ("-mavx512f", "-mavx2", "-mfma"), "AVX2": ("-mavx2", "-mfma")}  # by what torch says of a processor
 PAIRS = ("-mavx512bf16", "-mavx512vl")  # beside those, where a processor has it
-TILES = ("-mamx-tile", "-mamx-bf16")  # beside those
+TILES = ("-DTILES", "-mamx-tile", "-mamx-bf16")  # beside those, where it has them and the system allows them
 OPTIONS = ("-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")  # more optimisation spills the sums
 NUMBERS = (
     *(f"-D{name}={x}f" for name, x in (("EMPTY", EMPTY), ("MASK", MASK), ("FAR", FAR))),
@@ -66,7 +66,7 @@ def _library(compiler: str, processor: str, more: tuple[str, ...]) -> Any:
     try:
         return _loaded(_command(compiler, processor, more))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
-        if more and isinstance(error, subprocess.CalledProcessError):  # by a compiler of before 2020
+        if more and isinstance(error, subprocess.CalledProcessError):  # by a compiler that knows none of them
             return _library(compiler, processor, ())
         said = first_line(error.stderr) if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
@@ -215,7 +215,14 @@ class OfTokens(ctypes.Structure):
 class OfFew(ctypes.Structure):
     """As in cpp/few.h."""
 
-    _fields_ = (("head", Head), ("n_tokens", _number), ("vocab", _number), ("out", _address), ("stride", _number))
+    _fields_ = (
+        ("head", Head),
+        ("n_tokens", _number),
+        ("vocab", _number),
+        ("out", _address),
+        ("token_stride", _number),
+        ("entry_stride", _number),
+    )
 
 
 class Best(ctypes.Structure):

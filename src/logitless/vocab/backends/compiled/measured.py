@@ -19,7 +19,7 @@ TOKENS, SIZE, ENTRIES, WIDTH = 256, 512, 8192, 2048  # of the products that are 
 ROUNDS = 6
 
 
-MOST = {False: 1.05, True: 0.85}  # of torch's bare product, by whether logits stay: a pass that adds up takes more
+MOST = {False: 1.05, True: 0.85}  # times torch's bare product, which values are more than, by whether logits stay
 
 
 def is_faster(kept: bool) -> bool:

@@ -42,7 +42,7 @@ def product_bytes(numbers: int, bases: int, threads: int) -> tuple[int, int]:
     In panels, once more in rows, and of all parts together; with what each thread packs of the head.
     """
     found = library()
-    row = 4 * rounded(numbers, max(found.rows(0), found.rows(1)))
+    row = 4 * max(rounded(numbers, found.rows(pairs)) for pairs in (0, 1))
     return row * (2 * bases * TOGETHER + threads * found.entries()), row * 3 * bases
 
 

@@ -36,7 +36,8 @@ def takes(call: Call, kept: bool = False) -> bool:
     """Whether it computes a call's values, of heads whose rows are fp32 or bf16.
 
     kept: whether logits stay, for a second look, too.
-    On a processor of Intel, whose own library torch multiplies by, only where it was measured to be faster.
+    Of a bf16 head where the processor has tiles for it (AMX), by these. Else on a processor of Intel, whose own library
+    torch multiplies by, only where it was measured to be faster.
     """
     i, sums = call.inputs, sums_of(call.options.want)
     if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
@@ -49,7 +50,7 @@ def takes(call: Call, kept: bool = False) -> bool:
     if not all(_multiplies(call, *given) for given in heads) or (found := library()) is None:
         return False
     tiles = {_in_tiles(call, *given) for given in heads}
-    if True in tiles and not found.multiplies_tiles():  # by a compiler that knows none: torch does
+    if True in tiles and not found.multiplies_tiles():  # its compiler knows none: torch has some
         return False
     return tiles == {True} or not is_intel() or measured.is_faster(kept)
 
@@ -109,11 +110,11 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     bases: how many have products.
     """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
-    least = found.pairs_of(1)  # of a row, a bias aside
-    sizes = [max(i.width, least) + 1]
+    least = found.pairs_of(1)  # of a row of pairs, and room for a bias
+    sizes = [i.width + least]
     if i.ref_hidden is not None:
         lora = 0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]
-        sizes.append(max(i.ref_hidden.shape[1] + lora, least) + 1)
+        sizes.append(i.ref_hidden.shape[1] + lora + least)
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())

@@ -5,8 +5,8 @@
 struct OfFew {
   Head head;
   int64_t n_tokens, vocab;  // tokens: LANES at most
-  float* out;               // [n_tokens][vocab], rows `stride` apart
-  int64_t stride;
+  float* out;               // a number for each token and entry, those of a token and of an entry so far apart
+  int64_t token_stride, entry_stride;
 };
 
 static int multiply_for_few(const OfFew& call, int threads) {
@@ -26,7 +26,7 @@ static int multiply_for_few(const OfFew& call, int threads) {
       pack_entries(call.head, size, v, count, packed);
       make_logits(call.head, size, packed, count, 0, tile);
       for (long n = 0; n < call.n_tokens; n++)
-        for (long i = 0; i < count; i++) call.out[n * call.stride + v + i] = tile[i * LANES + n];
+        for (long i = 0; i < count; i++) call.out[n * call.token_stride + (v + i) * call.entry_stride] = tile[i * LANES + n];
     }
   }
   return failed;

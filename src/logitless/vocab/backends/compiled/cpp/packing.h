@@ -11,8 +11,9 @@ constexpr long ROWS = 12, VECTORS = 2;  // as many sums as there are registers f
 constexpr long ROWS = 4, VECTORS = 3;
 #endif
 constexpr long LANES = WIDTH * VECTORS;
-constexpr long FP32_ENTRIES = 96;  // entries whose packed rows stay in a core's second cache, and as many of bfloat16
-constexpr long ENTRIES = MULTIPLIES_TILES ? 2 * FP32_ENTRIES : FP32_ENTRIES;  // at most, for which there is room
+constexpr long FP32_ENTRIES = 96;  // whose packed rows stay in a core's second cache
+constexpr long ENTRIES = MULTIPLIES_TILES ? 2 * FP32_ENTRIES : FP32_ENTRIES;  // of tiles, and the most that there is room for
+static_assert(!MULTIPLIES_TILES || (LANES == 2 * TILE && FP32_ENTRIES % BLOCK == 0));
 
 static inline float widened(uint16_t half) {
   const uint32_t bits = uint32_t(half) << 16;

@@ -5,6 +5,7 @@
 
 constexpr long DEPTH = 512;   // terms of the products at a time, so that panels of both operands stay in its first ones
 constexpr long CHAIN = 128;   // terms that are added up one after another: longer chains lose digits
+static_assert(DEPTH / 2 % TILE == 0);
 
 // Pairs of a packed row of `size` numbers: whole tiles of them, where those are multiplied
 static long pairs_of_row(long size) {

@@ -124,7 +124,8 @@ int search(const Search* call, int threads) {
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;
   const Tasks tasks(call.n_tokens, call.vocab, call.parts, threads);
-  const long together = call.head.pairs() ? ENTRIES : FP32_ENTRIES, parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
+  const long parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
+  const long together = call.head.pairs() && (!rows || call.products.pairs) ? ENTRIES : FP32_ENTRIES;
   int failed = 0;
   clear(call.sums, parts * width);
   for (float* sums : {call.products.p, call.products.second})

@@ -5,7 +5,7 @@
 constexpr long TILE = 16;   // rows of a tile, and pairs of each
 constexpr long BLOCK = 32;  // rows that are multiplied together, with as many tokens
 
-#if defined(__AMX_BF16__)
+#if defined(TILES)
 constexpr bool MULTIPLIES_TILES = true;
 
 // Registers of a thread, as long as this lives
@@ -18,6 +18,7 @@ struct TileRegisters {
   TileRegisters() {
     Shapes shapes;
     for (long i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = TILE;
+    asm volatile("" ::"r"(&shapes) : "memory");  // the compiler takes what is loaded for its first 8 bytes
     _tile_loadconfig(&shapes);
   }
   TileRegisters(const TileRegisters&) = delete;
@@ -64,7 +65,7 @@ constexpr bool MULTIPLIES_TILES = true;
 constexpr bool MULTIPLIES_TILES = false;
 #endif
 struct TileRegisters {
-  TileRegisters() {}  // so that it is used
+  TileRegisters() {}  // without which compilers call it unused
 };
 
 static void multiply_tiles(const float* rows, long panel, const float* tokens, long terms, bool first, float* sums) {
