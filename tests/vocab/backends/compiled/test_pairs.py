@@ -231,6 +231,17 @@ def test_a_loss_holds_what_is_told(kind, head, held):
     assert held() <= told.buffer_bytes <= 2_500_000
 
 
+@pytest.mark.parametrize(("n", "h", "more"), [(1, 1, {}), (40, 700, {"ranks": (3,), "bias": True})], ids=str)
+def test_values_hold_what_is_told(n, h, more, held):
+    """And rows of pairs are told as half of their numbers."""
+    ops = problem(n, h, 1031, reference=True, **more)
+    ll.token_stats(ops.hidden, ops.head, ops.labels, want=KL, reference=ops.reference, backend="compiled")
+    told = ll.explain(ops.hidden, ops.head, ops.labels, want=KL, reference=ops.reference, backend="compiled")
+    assert (
+        held() <= told.buffer_bytes < held() + 4 * torch.get_num_threads() * library.library().entries() * 2 * (h + 100)
+    )
+
+
 def test_a_compiler_that_knows_no_pairs_makes_the_rest(monkeypatch, multiplied, pairs):
     loaded = library._loaded
 

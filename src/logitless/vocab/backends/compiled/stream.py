@@ -110,17 +110,22 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     bases: how many have products.
     """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
-    least = found.pairs_of(1)  # of a row of pairs, and room for a bias
-    sizes = [i.width + least]
-    if i.ref_hidden is not None:
-        lora = 0 if i.ref_lora_b is None else i.ref_lora_b.shape[1]
-        sizes.append(i.ref_hidden.shape[1] + lora + least)
+    sizes = [_row(call.head, i.hidden, i.lora_b)]
+    if call.reference is not None and i.ref_hidden is not None:
+        sizes.append(_row(call.reference, i.ref_hidden, i.ref_lora_b))
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
     more, more_each = product_bytes(i.width, bases, threads) if bases else (0, 0)
     return own + more, each + more_each, found.lanes()
+
+
+def _row(head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> int:
+    """Numbers of a token's packed row: of its hidden state, its adapter's product and a bias."""
+    found, size = library(), hidden.shape[1]
+    pairs = hidden.dtype == head.weight.dtype == torch.bfloat16 and found.multiplies_pairs()
+    return (found.pairs_of(size) if pairs else size) + (0 if lora_b is None else lora_b.shape[1]) + 1
 
 
 def _fields(sums: frozenset[str]) -> list[str]:
