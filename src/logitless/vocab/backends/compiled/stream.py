@@ -49,15 +49,11 @@ def takes(call: Call, kept: bool = False) -> bool:
         heads.append((call.reference, i.ref_hidden, i.ref_lora_b))
     if not all(_multiplies(call, *given) for given in heads) or (found := library()) is None:
         return False
-    tiles = {_in_tiles(call, *given) for given in heads}
+    cast = call.options.autocast
+    tiles = {multiplies_tiles(hidden, cast or head.weight.dtype, call.compute) for head, hidden, _ in heads}
     if True in tiles and not found.multiplies_tiles():  # its compiler knows none: torch has some
         return False
     return tiles == {True} or not is_intel() or measured.is_faster(kept)
-
-
-def _in_tiles(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
-    """Whether a head's product is one that the processor has tiles for."""
-    return multiplies_tiles(hidden, call.options.autocast or head.weight.dtype, call.compute)
 
 
 def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
