@@ -457,7 +457,7 @@ class Chunk:
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
     def operand(self, v: slice) -> Operands | None:
-        """The policy's operands of a slice; None where they are converted in parts, and each for its logits alone."""
+        """The policy's operands of a slice; None where `put_logits` converts them in parts, or not at all."""
         return None if self.slices.at_once or self.slices.unconverted else self.policy.operand(v)
 
     def put_logits(self, v: slice, w: Operands | None, out: Tensor) -> Tensor:

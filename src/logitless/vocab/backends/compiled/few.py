@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ...call.compiled_support import why_not
+from ...call.compiled_support import compiler, why_not
 from . import library
 
 MOST = 32  # tokens; more of them make a conversion cost little beside their product
@@ -19,9 +20,16 @@ def takes(n_tokens: int, hidden: Tensor, weight: Tensor) -> bool:
     worth = 0 < n_tokens <= MOST and weight.numel() >= WORTH and weight.stride(1) == 1
     if not worth or torch.compiler.is_compiling() or not all(map(library.is_plain, (hidden, weight))):
         return False
-    if why_not(hidden.device) is not None or library.library() is None:
+    if hidden.device.type != "cpu" or not _can_be_had(compiler()):
         return False
-    return bool(library.library().multiplies_tiles())
+    found = library.library()
+    return found is not None and bool(found.multiplies_tiles())
+
+
+@cache
+def _can_be_had(compiler: str) -> bool:
+    """Whether the library lies on the disk, or this compiler can make it: looked for once a process."""
+    return library.is_made() or why_not("cpu") is None
 
 
 def nbytes(size: int) -> int:

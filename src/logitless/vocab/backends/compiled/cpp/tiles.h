@@ -26,7 +26,7 @@ struct TileRegisters {
 };
 
 // sums[BLOCK][2·TILE] += rows[terms][BLOCK] times tokens[terms][2·TILE], or = where these are the first terms; rows as
-// `pack_tiles` has them, `panel` numbers from 16 to the next ones
+// `pack_tiles` has them, the next TILE of them `panel` numbers on
 static void multiply_tiles(const float* rows, long panel, const float* tokens, long terms, bool first, float* sums) {
   constexpr long line = 2 * TILE * sizeof(float);
   float* below = sums + 2 * TILE * TILE;
