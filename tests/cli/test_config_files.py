@@ -86,7 +86,7 @@ SUFFIXES = (".yaml", ".yaml", ".json", ".toml")  # YAML has the most rules of it
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(suffix=st.sampled_from(SUFFIXES), data=st.data())
 def test_a_file_means_what_the_command_line_means(command, tmp_path, monkeypatch, suffix, data):
     monkeypatch.chdir(tmp_path)

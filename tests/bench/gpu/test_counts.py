@@ -76,8 +76,8 @@ COMMITTED = read_lines(OUT)
 BOUNDS = {r["call"]: r for r in COMMITTED if r["kind"] == "gpu-count"}
 # what the fast test compiles: calls that have a kernel of their own, and kernels that go over all entries or rows
 FAST = (
-    "loss", "values", "odd-loss", "max-logit", "top-20", "frozen", "frozen-entropy", "frozen-kl", "ppo", "fp16", "jsd",
-    "sample", "values-slices", "frozen-slices", "odd-loss-slices",
+    "loss", "values", "odd-loss", "max-logit", "frozen", "frozen-entropy", "frozen-kl", "ppo", "sample",
+    "frozen-slices", "odd-loss-slices",
 )  # fmt: skip
 HOT = (
     "accumulate_slice", "accumulate_plain_slice", "weigh_plain_slice", "logits_grad_slice", "look_again",

@@ -46,9 +46,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param(("loss", "sample"), id="two rows"),
+        pytest.param(("loss",), id="one row"),
         pytest.param(
-            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "sets", "long"), id="rest", marks=pytest.mark.slow
+            ("loss-qwen", "sample", "values", "values-qwen", "frozen", "ppo", "sets", "long"),
+            id="rest",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -203,7 +203,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow_on("triton")
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(o=OPTIONS)
 def test_any_shape_and_option(o, backend):
     torch.manual_seed(o["seed"])

@@ -342,7 +342,7 @@ def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch, step):
     """Also one in the last step."""
     place = tmp_path / "stopped"

@@ -90,7 +90,9 @@ def test_weights_that_rounding_keeps_are_warned_of(small, monkeypatch, capsys):
         assert ("warning: weights of bfloat16 are trained" in capsys.readouterr().err) == (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize(("method", "steps"), [("ste", 6), ("reinforce", 1), ("gumbel_legacy", 6)])
+@pytest.mark.parametrize(
+    ("method", "steps"), [("ste", 6), ("reinforce", 1), pytest.param("gumbel_legacy", 6, marks=pytest.mark.slow)]
+)
 def test_a_rule_in_the_place_of_a_reward_model(small, method, steps):
     """Its reward is of the text: each completion's is the mean over its tokens, and the run learns to please it."""
     rule = f"{__name__}:vowels"

@@ -159,7 +159,7 @@ def test_a_plan_against_a_traced_step(kind, attention, checkpointing, tiles, lor
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("checkpointing", "more"), [(False, 1.13), (True, 1.04)])
+@pytest.mark.parametrize(("checkpointing", "more"), [pytest.param(False, 1.13, marks=pytest.mark.slow), (True, 1.04)])
 def test_float32_weights_under_autocast_take_little_more_than_master_weights(checkpointing, more, tmp_path):
     """As the page of plan says of `train --mixed-precision bf16`; traced as on a CPU, which torch knows autocast of."""
     tokens, path = 4096, tmp_path / "config.json"
@@ -239,7 +239,7 @@ def test_the_largest_tensor_of_a_layer(family, options, tmp_path):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("lora", [0, 16])
+@pytest.mark.parametrize("lora", [0, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora, tmp_path):
     """A few layers of a 0.6B shape, whose inputs leave the GPU however many there are."""
     light = {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 8, "lora_rank": lora}
