@@ -170,6 +170,27 @@ def test_gradients_are_no_worse_than_plain_bf16s(kind, head, budget, more, pairs
         assert (leaf.grad.double() - of).norm() <= allowed, name
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rise", [12.0, -12.0, 0.0])
+@pytest.mark.parametrize(("n", "h", "v"), [(20, 31, 5000), (600, 300, 1741), (1100, 16, 900)], ids=str)
+def test_products_that_wait_are_relative_to_each_maximum(n, h, v, rise, threads, pairs):
+    """Those of several blocks of entries are added up at once, of which each, one or none has a higher logit."""
+    ops = problem(n, h, v, bias=True).training("hidden")
+    with torch.no_grad():
+        ops.bias.copy_(torch.linspace(0, rise, v))
+        ops.hidden[::7] = 0  # tokens that are alike
+    exact, plain = ops.to(torch.float64), ops.to(torch.bfloat16)
+    with put_back():
+        torch.set_num_threads(threads)
+        loss(ops, "cross-entropy").backward()
+    for x in (exact, plain):
+        dense_loss(x, "cross-entropy").backward()
+    assert pairs == ["values", "weights"]
+    error = (ops.hidden.grad.double() - exact.hidden.grad).norm(dim=1)
+    allowed = (plain.hidden.grad.double() - exact.hidden.grad).norm(dim=1)
+    assert (error <= 1.5 * allowed + 1e-3 * exact.hidden.grad.norm(dim=1)).all()
+
+
 @pytest.mark.parametrize("trained", [("a",), ("hidden", "b", "weight")], ids=str)
 def test_an_adapters_products_stay_fp32(trained, pairs):
     """Its tokens are no bf16 numbers, and its weights would be rounded once more."""

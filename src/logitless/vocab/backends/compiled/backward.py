@@ -39,10 +39,10 @@ def logits_grad(chunk: Chunk, totals: Totals, c: Coefficients, grads: Gradients,
         _multiply_for_tokens(chunk, grads, scale)
 
 
-def bytes_beside(width: int, threads: int) -> tuple[int, int]:
-    """Bytes for all tokens, and for each, of products with `width` numbers of a row."""
-    found = library()
-    own, each = product_bytes(width, 1, threads)
+def bytes_beside(width: int, n_tokens: int, pairs: bool) -> tuple[int, int]:
+    """Bytes for all tokens, and for each, of products with `width` numbers of a row; the others as `product_bytes`."""
+    found, threads = library(), torch.get_num_threads()
+    own, each = product_bytes(width, 1, n_tokens, pairs)
     scaled = 3 * rounded(width, found.lanes())  # hidden states, transposed and packed, too
     return own + 4 * threads * found.entries() * found.lanes(), each + 4 * (scaled + threads * found.entries())
 

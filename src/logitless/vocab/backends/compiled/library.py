@@ -113,8 +113,9 @@ def _load(place: Path) -> Any:
     products = (found.multiply_entries, OfEntries), (found.multiply_tokens, OfTokens), (found.multiply_few, OfFew)
     for function, given in ((found.accumulate, Streamed), *products, (found.search, Search)):
         function.argtypes = [ctypes.POINTER(given), ctypes.c_int]
-    for size in (found.lanes, found.parts, found.entries, found.rows, found.pairs_of):
+    for size in (found.lanes, found.parts, found.entries, found.rows, found.room, found.pairs_of):
         size.restype = ctypes.c_long
+    found.room.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_long]
     found.place = place
     return found
 

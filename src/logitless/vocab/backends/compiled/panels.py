@@ -36,14 +36,15 @@ def parts_of(width: int) -> int:
     return min(library().parts(), 1 << max(1, TOGETHER // width).bit_length() - 1)
 
 
-def product_bytes(numbers: int, bases: int, threads: int) -> tuple[int, int]:
+def product_bytes(numbers: int, bases: int, n_tokens: int, pairs: bool) -> tuple[int, int]:
     """Bytes for all tokens, and for each, of fp32 products with so many numbers of a row.
 
-    In panels, once more in rows, and of all parts together; with what each thread packs of the head.
+    In panels, once more in rows, and of all parts together; with what each thread has of the head, and of weights.
+    pairs: whether these are rounded. n_tokens: at most.
     """
-    found = library()
-    row = 4 * max(rounded(numbers, found.rows(pairs)) for pairs in (0, 1))
-    return row * (2 * bases * TOGETHER + threads * found.entries()), row * 3 * bases
+    found, threads = library(), torch.get_num_threads()
+    row = 4 * rounded(numbers, found.rows(pairs))
+    return row * 2 * bases * TOGETHER + 4 * threads * found.room(numbers, pairs, n_tokens), row * 3 * bases
 
 
 def products_of(chunk: Chunk, bases: tuple[str, ...], width: int) -> tuple[dict[str, Tensor], Products]:

@@ -90,7 +90,7 @@ def slices_kept(call: Call, slices_in: Callable[[Call], Slices], formed: bool) -
         return None
     own, each, lanes = _demand(call)
     if formed:
-        more, more_each = bytes_beside(call.inputs.width, torch.get_num_threads())
+        more, more_each = bytes_beside(call.inputs.width, call.n_tokens, _rounds_weights(call))
         own, each = own + more, each + more_each
     tokens = slices_in(call).tokens
     beside = own + rounded(tokens, lanes) * each
@@ -113,15 +113,25 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
     each = number * (sum(sizes) + fields * found.parts() + BESIDE) + _best_bytes(top_k, threads)
-    more, more_each = product_bytes(i.width, bases, threads) if bases else (0, 0)
+    pairs = bases == 1 and _rounds_weights(call)
+    more, more_each = product_bytes(i.width, bases, call.n_tokens, pairs) if bases else (0, 0)
     return own + more, each + more_each, found.lanes()
 
 
 def _row(head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> int:
     """Numbers of a token's packed row: of its hidden state, its adapter's product and a bias."""
-    found, size = library(), hidden.shape[1]
-    pairs = hidden.dtype == head.weight.dtype == torch.bfloat16 and found.multiplies_pairs()
-    return (found.pairs_of(size) if pairs else size) + (0 if lora_b is None else lora_b.shape[1]) + 1
+    size = hidden.shape[1]
+    packed = library().pairs_of(size) if _in_pairs(head, hidden) else size
+    return packed + (0 if lora_b is None else lora_b.shape[1]) + 1
+
+
+def _in_pairs(head: LMHead, hidden: Tensor) -> bool:
+    return hidden.dtype == head.weight.dtype == torch.bfloat16 and bool(library().multiplies_pairs())
+
+
+def _rounds_weights(call: Call) -> bool:
+    """`rounds_weights` of a call with products of one basis."""
+    return call.inputs.lora_b is None and _in_pairs(call.head, call.inputs.hidden)
 
 
 def _fields(sums: frozenset[str]) -> list[str]:

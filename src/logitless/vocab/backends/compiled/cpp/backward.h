@@ -101,28 +101,37 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
 }
 
 static int multiply_for_tokens(const OfTokens& call, int threads) {
-  const Tasks tasks(call.tile.n_tokens, call.tile.vocab, call.parts, threads);
+  const bool waits = call.products.waits();
+  const Tasks tasks(call.tile.n_tokens, call.tile.vocab, call.parts, threads, waits ? MOST_PANELS : 0);
   const long rows = call.products.rows(), together = call.products.pairs ? ENTRIES : FP32_ENTRIES;
   int failed = 0;
   std::fill_n(call.products.p, call.parts * tasks.panels * rows * LANES, 0.f);
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
     const TileRegisters registers;
-    const Room own(ENTRIES * (LANES + rows));
+    const Room own(ENTRIES * LANES + call.products.room(tasks.group));
     float *weights = own.memory, *packed = weights + ENTRIES * LANES;
+    const Waiting waiting(packed, rows, tasks.group);
     failed |= own.memory == nullptr;
 #pragma omp for collapse(2) schedule(monotonic : dynamic)
     for (long i = 0; i < call.parts; i++)
       for (long g = 0; g < tasks.groups; g++) {
         if (own.memory == nullptr) continue;
-        const long end = std::min(call.tile.vocab, (i + 1) * tasks.part);
-        for (long v = i * tasks.part; v < end; v += together) {
-          const long count = std::min(together, end - v);
-          pack_for(call.products, call.head, v, count, packed);
-          for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++) {
-            read_panel(call.tile, v, count, p, weights);
-            add_products(packed, weights, count, call.products.pairs, rows, call.products.p + (i * tasks.panels + p) * rows * LANES);
+        const long end = std::min(call.tile.vocab, (i + 1) * tasks.part), first = g * tasks.group;
+        const long last = std::min(tasks.panels, first + tasks.group);
+        float* sums = call.products.p + i * tasks.panels * rows * LANES;
+        for (long v = i * tasks.part; v < end; v += BLOCKS * together) {
+          const long stop = std::min(end, v + BLOCKS * together);
+          for (long at = v; at < stop; at += together) {
+            const long count = std::min(together, stop - at);
+            if (!waits) pack_for(call.products, call.head, at, count, packed);
+            for (long p = first; p < last; p++) {
+              read_panel(call.tile, at, count, p, weights);
+              if (waits) pair_weights(count, weights, waiting.weights(p, (at - v) / together));
+              else add_products(packed, weights, count, call.products.pairs, rows, sums + p * rows * LANES);
+            }
           }
+          if (waits) add_waiting(waiting, call.head.factors[0], v, stop, last - first, rows, false, sums + first * rows * LANES);
         }
       }
   }

@@ -23,11 +23,13 @@ struct Room {
 // A task is a part of the vocabulary, in whole blocks, for a group of panels of tokens
 struct Tasks {
   long panels, part, groups, group;
-  Tasks(long n_tokens, long vocab, long parts, long threads) {
+  // limit: the most panels of a group, where there is one
+  Tasks(long n_tokens, long vocab, long parts, long threads, long limit = 0) {
     panels = (n_tokens + LANES - 1) / LANES;
     part = ((vocab + parts - 1) / parts + ENTRIES - 1) / ENTRIES * ENTRIES;
-    const long most = std::max((threads + parts - 1) / parts, panels / PANELS);
+    const long most = std::max((threads + parts - 1) / parts, panels / (limit ? limit : PANELS));
     groups = std::min({panels, most, (TASKS * threads + parts - 1) / parts});
+    if (limit) groups = std::max(groups, (panels + limit - 1) / limit);
     group = (panels + groups - 1) / groups;
   }
 };

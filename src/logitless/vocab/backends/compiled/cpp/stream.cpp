@@ -29,11 +29,14 @@ struct Call {
 // and what moves those before
 struct Own {
   long size, ref_size, rows;
-  Room room{ENTRIES * (2 * LANES + size + ref_size + rows) + 3 * LANES};
+  Room room;
   float *logits = room.memory, *ref_logits = logits + ENTRIES * LANES;
   float *entries = ref_logits + ENTRIES * LANES, *ref_entries = entries + ENTRIES * size;
-  float *transposed = ref_entries + ENTRIES * ref_size, *moves = transposed + ENTRIES * rows;
-  Own(long size, long ref_size, long rows) : size(size), ref_size(ref_size), rows(rows) {}
+  float *moves = ref_entries + ENTRIES * ref_size, *transposed = moves + 3 * LANES;
+  Waiting waiting;  // in the place of `transposed`
+  Own(long size, long ref_size, const Products& products, long panels)
+      : size(size), ref_size(ref_size), rows(products.rows()),
+        room(ENTRIES * (2 * LANES + size + ref_size) + 3 * LANES + products.room(panels)), waiting(transposed, rows, panels) {}
 };
 
 // The best of `count` entries from v on of WIDTH tokens from `first` on, of which there are `tokens`
@@ -67,13 +70,15 @@ static void keep(const float* logits, long count, long tokens, long n_tokens, fl
   }
 }
 
-// Adds the tiles of one panel of tokens and `count` entries from v on, in a part of the vocabulary
-static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, const Products& products, Best& best) {
+// Adds the tiles of one panel of tokens and `count` entries from v on, in a part of the vocabulary; block: which of those
+// whose weights wait
+static void add_tiles(const Call& call, const Own& own, long v, long count, long panel, const Sums& sums, const Products& products, Best& best, long block) {
   float* ref = call.ref.n_factors ? own.ref_logits : nullptr;
   Weights weights{};
   if (own.rows) {  // over the logits, which have been read by then
     weights = {own.logits, products.second ? own.ref_logits : nullptr, products.basis};
-    weights.grow = own.moves, weights.scale = own.moves + LANES, weights.shift = own.moves + 2 * LANES;
+    weights.grow = products.waits() ? own.waiting.grow(panel, block) : own.moves;
+    weights.scale = own.moves + LANES, weights.shift = own.moves + 2 * LANES;
     if (call.head.outer) weights.outer = call.head.outer + panel * LANES;
   }
   make_logits(call.head, own.size, own.entries, count, panel, own.logits);
@@ -95,6 +100,10 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
     add(own.logits + j, ref ? ref + j : nullptr, count, call.label ? call.label + first : nullptr, here, weights.of(j));
   }
   if (!own.rows) return;
+  if (products.waits()) {
+    pair_weights(count, weights.p, own.waiting.weights(panel, block));
+    return;
+  }
   const long at = panel * own.rows * LANES;
   float *p = products.p + at, *second = products.second ? products.second + at : nullptr;
   move_products(weights, own.rows, p, second);
@@ -107,6 +116,9 @@ long lanes() { return LANES; }
 long parts() { return PARTS; }
 long entries() { return ENTRIES; }
 long rows(int pairs) { return Products{.pairs = pairs}.together(); }
+long room(long width, int pairs, long n_tokens) {
+  return Products{.width = width, .pairs = pairs}.room((n_tokens + LANES - 1) / LANES);
+}
 long pairs_of(long size) { return pairs_of_row(size); }
 int multiplies_pairs() { return MULTIPLIES_PAIRS; }
 int multiplies_tiles() { return MULTIPLIES_PAIRS && MULTIPLIES_TILES; }
@@ -123,7 +135,8 @@ int search(const Search* call, int threads) {
 
 int accumulate(const Call* given, int threads) {
   const Call& call = *given;
-  const Tasks tasks(call.n_tokens, call.vocab, call.parts, threads);
+  const bool waits = call.products.waits();
+  const Tasks tasks(call.n_tokens, call.vocab, call.parts, threads, waits ? MOST_PANELS : 0);
   const long parts = call.parts, width = tasks.panels * LANES, rows = call.products.rows();
   const long together = call.head.pairs() && (!rows || call.products.pairs) ? ENTRIES : FP32_ENTRIES;
   int failed = 0;
@@ -133,7 +146,7 @@ int accumulate(const Call* given, int threads) {
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
     const TileRegisters registers;
-    const Own own{call.head.size(), call.ref.size(), rows};
+    const Own own{call.head.size(), call.ref.size(), call.products, tasks.group};
     failed |= own.room.memory == nullptr;
     Best best = call.best;
     if (best.k) best = best.of_thread(omp_get_thread_num(), width);
@@ -146,13 +159,17 @@ int accumulate(const Call* given, int threads) {
         const Sums sums = moved(call.sums, i * width);
         const Products products = call.products.of(i * width * rows);
         const long end = std::min(call.vocab, (i + 1) * tasks.part);
-        for (long v = i * tasks.part; v < end; v += together) {
-          const long count = std::min(together, end - v);
-          pack_entries(call.head, own.size, v, count, own.entries);
-          pack_entries(call.ref, own.ref_size, v, count, own.ref_entries);
-          pack_for(call.products, call.head, v, count, own.transposed);
-          for (long p = g * tasks.group; p < std::min(tasks.panels, (g + 1) * tasks.group); p++)
-            add_tiles(call, own, v, count, p, sums, products, best);
+        const long first = g * tasks.group, last = std::min(tasks.panels, first + tasks.group);
+        for (long v = i * tasks.part; v < end; v += BLOCKS * together) {
+          const long stop = std::min(end, v + BLOCKS * together);
+          for (long at = v; at < stop; at += together) {
+            const long count = std::min(together, stop - at);
+            pack_entries(call.head, own.size, at, count, own.entries);
+            pack_entries(call.ref, own.ref_size, at, count, own.ref_entries);
+            if (!waits) pack_for(call.products, call.head, at, count, own.transposed);
+            for (long p = first; p < last; p++) add_tiles(call, own, at, count, p, sums, products, best, (at - v) / together);
+          }
+          if (waits) add_waiting(own.waiting, call.head.factors[0], v, stop, last - first, rows, true, products.p + first * rows * LANES);
         }
       }
     _mm_sfence();  // what was stored past the caches is there for all threads
