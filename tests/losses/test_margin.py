@@ -127,10 +127,10 @@ def test_nothing_as_large_as_the_logits(kind):
 
 def test_bad_options_are_named():
     x = torch.zeros(3)
-    for scale in (0.0, math.inf, torch.tensor(64.0), torch.full((3,), 64.0)):
+    for scale in (0.0, math.inf, 10**400, torch.tensor(64.0), torch.full((3,), 64.0)):
         with pytest.raises(OptionError, match="scale must be a positive number"):
             losses.cosface(x, scale=scale)
-    for margin in (-0.1, math.inf, torch.tensor(0.3)):
+    for margin in (-0.1, math.inf, 10**400, torch.tensor(0.3)):
         with pytest.raises(OptionError, match="margin must be a number of at least 0"):
             losses.cosface(x, margin=margin)
     with pytest.raises(OptionError, match="angle"):

@@ -52,5 +52,5 @@ def test_what_is_refused():
         refused(
             OptionError, lambda n=steps: relax.anneal(0, n), "steps: expected a whole", "at least 1", f"got {steps}"
         )
-    for end in (0.0, -1.0, float("nan"), float("inf")):
+    for end in (0.0, -1.0, float("nan"), float("inf"), 10**400, "1"):
         refused(OptionError, lambda end=end: relax.anneal(0, 10, end=end), "end: expected a positive temperature")

@@ -334,6 +334,7 @@ def test_what_is_refused():
         ),
         (lambda: pool(h[0], head, offsets=torch.tensor([0, 5])), ShapeError, "offsets: expected where each"),
         (lambda: pool(h, head, above=math.nan), OptionError, "above: expected a number or None, got nan"),
+        (lambda: pool(h, head, above=10**400), OptionError, "above: expected a number or None, got 1000"),
         (lambda: pool(h, head, top_k=0), OptionError, r"top_k: expected a whole number in 1..83 \(the vocabulary\)"),
         (lambda: pool(h[..., 1:], head), ShapeError, "the width of the head's weight"),
         (lambda: retrieval.splade_activation(h, 3), OptionError, "logs: expected 1 or 2, got 3"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..algebra.options import whole_from
+from ..algebra.options import is_number, whole_from
 from ..errors import OptionError
 
 SHAPES = ("linear", "exponential", "cosine")
@@ -25,8 +25,8 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
         raise OptionError(f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
     step, steps = whole_from("step", step, 0), whole_from("steps", steps, 1)
     for name, value in (("start", start), ("end", end)):
-        if not 0 < value < math.inf:
-            raise OptionError(f"{name}: expected a positive temperature, got {value}")
+        if not is_number(value) or not 0 < value < math.inf:
+            raise OptionError(f"{name}: expected a positive temperature, got {value!r}")
     f = min(1.0, step / max(1, steps - 1))
     if f == 1:  # exactly, which the sums below would round
         return end

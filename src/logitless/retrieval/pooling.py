@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from numbers import Real
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from ..algebra.options import whole, whole_within
+from ..algebra.options import is_number, whole, whole_within
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..vocab.face import Call, Documents, LMHead, agreed, dtype_of, flatten, max_pool, max_pool_kept, on_all, with_lora
 from .sparse import SparseRows
@@ -147,7 +146,7 @@ def _pooled(
 
 
 def _check_kept(above: float | None, top_k: int | None, rows: int) -> None:
-    if above is not None and (not isinstance(above, Real) or math.isnan(above)):
+    if above is not None and (not is_number(above) or math.isnan(above)):
         raise OptionError(f"above: expected a number or None, got {above!r}")
     if top_k is not None:
         whole_within("top_k", top_k, 1, rows)

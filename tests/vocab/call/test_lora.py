@@ -194,6 +194,7 @@ WRONG = {
     "no tensor": lambda a, b: LowRank(a, None),
     "device": lambda a, b: LowRank(a.to("meta"), b),
     "scaling": lambda a, b: LowRank(a, b, float("nan")),
+    "scaling beyond floats": lambda a, b: LowRank(a, b, 10**400),
     "dropout": lambda a, b: LowRank(a, b, 1.0, 1.0),
     "rows": lambda a, b: ll.LMHead(torch.randn(9, 4), adapters=(LowRank(a, b[:8]),)),
     "width": lambda a, b: ll.LMHead(torch.randn(9, 4), adapters=(LowRank(a[:, :3], b),)),

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...algebra.options import is_number
 from ...errors import ConfigError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -157,7 +158,7 @@ def config_fields(path: Path, header: Header) -> dict[str, Any]:
 def linear_scaling(header: Header) -> dict[str, Any]:
     """What stretches the positions evenly, by the names of transformers' configurations; nothing where nothing does."""
     kind, factor = header.own.get("rope.scaling.type"), header.own.get("rope.scaling.factor", 1.0)
-    if kind != "linear" or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+    if kind != "linear" or not is_number(factor) or not 0 < factor < math.inf:
         return {}
     return {"rope_type": "linear", "factor": float(factor)}
 

@@ -8,6 +8,7 @@ from numbers import Real
 
 from torch import Tensor
 
+from ...algebra.options import is_number
 from ...errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .shard import check_plain, is_dtensor
@@ -43,7 +44,7 @@ class LowRank:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
         if self.a.device != self.b.device:
             raise DeviceError(f"LowRank: a is on {self.a.device}, b on {self.b.device}; move one")
-        if not isinstance(self.scaling, Real) or not -math.inf < float(self.scaling) < math.inf:
+        if not is_number(self.scaling) or not -math.inf < float(self.scaling) < math.inf:
             raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
         if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
