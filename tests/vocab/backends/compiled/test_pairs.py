@@ -10,6 +10,7 @@ import torch
 import logitless as ll
 from logitless.vocab.backends.compiled import backward, library, stream
 from logitless.vocab.reference import dense_token_stats
+from tests.support import forked
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import Operands, assert_near, operands
 from tests.support.vocab.processors import multiply_by, needs_library, needs_pairs
@@ -92,6 +93,10 @@ def test_rows_that_lie_apart_are_read_no_further_than_they_go(pairs):
     wide[:, 3:34] = ops.weight
     assert_values(dataclasses.replace(ops, weight=wide[:, 3:34]))
     assert pairs == ["values"]
+
+
+def test_operands_are_read_no_further_than_memory_goes(multiplied):
+    assert forked.module("tests.support.vocab.guarded", multiplied) == (0, "nothing else was read\n")
 
 
 def test_nan_and_infinity_stay_with_their_token():

@@ -20,6 +20,7 @@ struct Waiting {
       : panels(panels), packed(memory), all_weights(packed + of_rows(rows)), all_grow(all_weights + panels * PAIRS * LANES) {}
   static long of_rows(long rows) { return APART * std::min(ROWS_AT_ONCE, rows); }
   static long numbers(long rows, long panels) { return of_rows(rows) + panels * (PAIRS + BLOCKS) * LANES; }
+  // panel: of a call or of a task, whose first one is a multiple of `panels`
   float* weights(long panel, long block) const { return all_weights + (panel % panels * PAIRS + block * ENTRIES / 2) * LANES; }
   float* grow(long panel, long block) const { return all_grow + (panel % panels * BLOCKS + block) * LANES; }
 };
@@ -113,7 +114,7 @@ static inline void transpose_fours(__m256* x) {
 }
 
 // `size` numbers of each row from number `first` on, as tiles [size / TILE][PAIRS / TILE][TILE numbers][TILE pairs], with 0
-// for entries that there are not
+// for entries that there are not; numbers up to a whole block keep what was there, whose sums nobody reads
 static void pack_pairs_in_tiles(const Factor& w, long v, long count, long first, long size, float* packed) {
   const uint16_t* x = static_cast<const uint16_t*>(w.entries) + v * w.entries_stride + first;
   const auto at = [&](long i, long k) { return i < count ? x[i * w.entries_stride + k] : uint16_t(0); };

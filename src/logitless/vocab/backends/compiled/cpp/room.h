@@ -29,7 +29,11 @@ struct Tasks {
     part = ((vocab + parts - 1) / parts + ENTRIES - 1) / ENTRIES * ENTRIES;
     const long most = std::max((threads + parts - 1) / parts, panels / (limit ? limit : PANELS));
     groups = std::min({panels, most, (TASKS * threads + parts - 1) / parts});
-    if (limit) groups = std::max(groups, (panels + limit - 1) / limit);
+    if (limit) {  // and all threads have as many
+      const long least = std::max(groups, (panels + limit - 1) / limit), together = (threads + parts - 1) / parts;
+      groups = std::min(panels, (least + together - 1) / together * together);
+    }
     group = (panels + groups - 1) / groups;
+    groups = (panels + group - 1) / group;
   }
 };

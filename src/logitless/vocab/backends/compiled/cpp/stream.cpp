@@ -78,6 +78,7 @@ static void add_tiles(const Call& call, const Own& own, long v, long count, long
   if (own.rows) {  // over the logits, which have been read by then
     weights = {own.logits, products.second ? own.ref_logits : nullptr, products.basis};
     weights.grow = products.waits() ? own.waiting.grow(panel, block) : own.moves;
+    if (products.waits()) std::fill_n(weights.grow, LANES, 1.f);  // of lanes without a token, too
     weights.scale = own.moves + LANES, weights.shift = own.moves + 2 * LANES;
     if (call.head.outer) weights.outer = call.head.outer + panel * LANES;
   }
