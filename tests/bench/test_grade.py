@@ -80,6 +80,7 @@ def test_a_method_that_forgets_its_kl_shows(small, monkeypatch):
     assert "**does not hold**" in page("curves", found)
 
 
+@pytest.mark.slow
 def test_variance_is_that_of_a_runs_first_look(small):
     """Also the score function's, whose baseline is there by then."""
     found = variance(small.config, samples=8, blocks=2, taus=(2.0,))

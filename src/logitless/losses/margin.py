@@ -9,11 +9,12 @@ The others' logits stay as they are, so that what the pass knows of the label su
 """
 
 import math
+import sys
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ..algebra.options import is_number
 from ..errors import OptionError
 from ._numbers import log1mexp, same_shape
 
@@ -62,8 +63,8 @@ def _with_label_moved(logprob: Tensor, by: Tensor | float) -> Tensor:
 
 
 def _check(scale: float, margin: float, most: float) -> None:
-    if not is_number(scale) or not 0.0 < scale < math.inf:
+    if not isinstance(scale, Real) or not 0.0 < scale <= sys.float_info.max:
         raise OptionError(f"scale must be a positive number, the one of the head, got {scale!r}")
-    if not is_number(margin) or not 0.0 <= margin <= most or math.isinf(margin):
+    if not isinstance(margin, Real) or not 0.0 <= margin <= min(most, sys.float_info.max):
         limit = "a number of at least 0" if math.isinf(most) else "a number, an angle in [0, pi]"
         raise OptionError(f"margin must be {limit}, got {margin!r}")

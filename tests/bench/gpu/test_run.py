@@ -181,6 +181,7 @@ def test_a_size_that_breaks_the_device_ends_tuning(monkeypatch):
         trial.seconds(lambda: 1 / 0)
 
 
+@pytest.mark.slow
 def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
     """Ours comes first and is in the file; a process that died is begun anew, and later rows run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
