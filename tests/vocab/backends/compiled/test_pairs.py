@@ -1,10 +1,7 @@
 """bf16 operands that are multiplied two numbers at a time, or by tiles: exact products, added up in fp32."""
 
 import dataclasses
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import torch
 import logitless as ll
 from logitless.vocab.backends.compiled import backward, library, stream
 from logitless.vocab.reference import dense_token_stats
+from tests.support import forked
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import Operands, assert_near, operands
 from tests.support.vocab.processors import multiply_by, needs_library, needs_pairs
@@ -97,9 +95,7 @@ def test_rows_that_lie_apart_are_read_no_further_than_they_go(pairs):
 
 
 def test_operands_are_read_no_further_than_memory_goes(multiplied):
-    command = [sys.executable, "-m", "tests.support.vocab.guarded", multiplied]
-    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "nothing else was read\n"), done.stderr
+    assert forked.module("tests.support.vocab.guarded", multiplied) == (0, "nothing else was read\n")
 
 
 def test_nan_and_infinity_stay_with_their_token():
