@@ -217,6 +217,7 @@ class Environment:
         return os.environ.get(name)
 
 
+@pytest.mark.slow
 def test_an_allocator_is_preloaded_where_calls_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "START", "spawn")  # as users have it; a forked process keeps the allocator it had
     seen = []

@@ -61,6 +61,7 @@ def test_the_steps_of_a_peak(tmp_path):
     assert long_context.steps([machine, *rows]).count(" GiB |") == 2 * len(steps.CHANGES)
 
 
+@pytest.mark.slow
 def test_in_jax(tmp_path):
     machine, rows = run(jax_loss, tmp_path / "out", "--tokens 16 --hidden 8 --vocab 512 --keep 4 --repeats 1")
     assert {r["method"] for r in rows if r["work"] == "loss and gradients"} == {

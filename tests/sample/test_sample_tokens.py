@@ -279,12 +279,11 @@ def test_the_distribution(rules):
 
 
 def test_memory_holds_a_few_rows():
-    n, v = 256, 4096
+    n, v, budget = 64, 32_768, 1 << 20  # an eighth of the logits
     hidden, head = torch.randn(n, H), ll.LMHead(torch.randn(v, H))
-    budget = 1 << 20
     for rules in ({}, {"top_p": 0.99, "temperature": 5.0}, {"top_k": 2000, "top_p": 0.9}):
         got = trace_allocations(lambda rules=rules: ll.sample_tokens(hidden, head, memory_budget=budget, **rules))
-        assert got.peak < 3 * budget + (6 << 20)  # noise is made in blocks of 4.7 MB
+        assert got.peak < 2 * budget  # with the noise, and what is kept
         assert got.kept < 200 * n
 
 

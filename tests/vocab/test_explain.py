@@ -46,12 +46,7 @@ def forward_and_backward(ops, call, options, loss):
 
 @not_interpreted
 @pytest.mark.parametrize(
-    ("budget", "dtype"),
-    [
-        pytest.param(None, torch.float32, marks=pytest.mark.slow),
-        (400_000, torch.float32),
-        (400_000, torch.bfloat16),
-    ],
+    ("budget", "dtype"), [(None, torch.float32), (400_000, torch.float32), (400_000, torch.bfloat16)]
 )
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)

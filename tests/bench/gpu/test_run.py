@@ -76,6 +76,7 @@ def test_a_dry_run(rows, tmp_path):
     assert out.with_suffix(".png").exists() or "no plot: matplotlib is not installed" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_named(tmp_path):
     out = tmp_path / "gpu.jsonl"
     status, written = forked.module("bench.gpu.run", "--seconds", 0.1, "--rows", "values", "--out", out, "--tiny")

@@ -378,7 +378,7 @@ def test_a_model_that_the_trainer_makes_anew_has_modules_of_its_own(tmp_path, wh
 
 def test_no_logits_of_any_depth():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY | {"vocab_size": 4096}))
-    ll.install(model, multi_token=MedusaHeads(model, 2), memory_budget=64_000)
+    ll.install(model, multi_token=MedusaHeads(model, 2), memory_budget=400_000)
     ids = torch.randint(4096, (2, 256))
     found = trace_allocations(lambda: model(ids, labels=ids).loss.backward())
     assert found.largest < ids.numel() * 4096 * 4 / 4

@@ -25,7 +25,7 @@ from datasets import Dataset, DatasetDict
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import TAKEN, load, rows_of, save
+from logitless.workbench.align.data import TAKEN, check_differ, load, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
 from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
@@ -547,3 +547,15 @@ def test_an_error_names_no_option_that_was_not_given():
         trainers.check_pairs(AlignConfig(), 9, 8)
     with pytest.raises(DataError, match=rf"^--data a\.jsonl: {message}"):
         trainers.check_pairs(AlignConfig(data="a.jsonl"), 9, 8)
+
+
+def test_pairs_whose_sides_are_the_same_teach_nothing():
+    config, said = AlignConfig(method="dpo", data="a.jsonl"), []
+    same, other = ({"prompt": "p", "chosen": "c", "rejected": rejected} for rejected in ("c", "r"))
+    with pytest.raises(DataError, match=r"^--data a\.jsonl: chosen and rejected are the same in every pair, .*: give"):
+        check_differ(config, [same, same], said.append)
+    check_differ(config, [other], said.append)
+    assert said == []
+    check_differ(config, [same, other, same], said.append)
+    (told,) = said
+    assert told.startswith("warning: --data a.jsonl: chosen and rejected are the same in 2 of 3 pairs")

@@ -72,6 +72,16 @@ def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
         )
 
 
+def check_differ(config: AlignConfig, pairs: list[Row], remark: Remark) -> None:
+    """DataError where no pair's sides differ; hears how many do not, where some do."""
+    alike = sum(pair["chosen"] == pair["rejected"] for pair in pairs)
+    told = f"{config.data_said}: chosen and rejected are the same in"
+    if alike == len(pairs):
+        raise DataError(f"{told} every pair, from which nothing is learned: give pairs whose sides differ")
+    if alike:
+        remark(f"warning: {told} {alike:,} of {plural(len(pairs), 'pair')}, from which nothing is learned")
+
+
 def check_room(config: AlignConfig, rows: list[Row], tokenizer: TextTokenizer, positions: int | None) -> None:
     """DataError for a prompt behind which the model has no positions for a whole completion; None: it has any."""
     longest = max(map(len, prompt_ids([row["prompt"] for row in rows], tokenizer)))

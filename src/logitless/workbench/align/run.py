@@ -41,6 +41,7 @@ from .config import AlignConfig
 from .data import (
     MOST_PAIRS,
     MOST_ROWS,
+    check_differ,
     check_enough,
     check_room,
     load,
@@ -150,6 +151,7 @@ def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokeniz
         model = model.to(state.device)
         with from_all_entries(model):
             train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
+        check_differ(config, train, partial(say, console))
     save(path, train, held_out)
 
 

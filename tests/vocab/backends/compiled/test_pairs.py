@@ -1,6 +1,7 @@
 """bf16 operands that are multiplied two numbers at a time, or by tiles: exact products, added up in fp32."""
 
 import dataclasses
+import subprocess
 import warnings
 
 import pytest
