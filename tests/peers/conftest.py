@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,15 +35,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    found = cache(find_spec)  # asked thousands of times
     for item in items:
-        if HERE not in item.path.parents:
+        if item.path.parent != HERE:
             continue
         item.add_marker(pytest.mark.peers)
         for mark in item.iter_markers("calls_peer"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # what a peer warns of is its own
             for package in mark.args:
-                if find_spec(package) is None:
+                if found(package) is None:
                     item.add_marker(pytest.mark.skip(reason=f"no {package} here: `make test-peers` installs it"))
 
 
