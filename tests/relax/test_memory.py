@@ -10,10 +10,10 @@ from tests.support.allocations import trace_allocations
 from tests.support.relax.comparing import some_noise
 from tests.support.vocab.comparing import operands
 
-N, H, V, K = 128, 32, 8192, 128
-WHOLE = 4 * N * V  # bytes of the logits: 4 MiB
+N, H, V, K = 128, 32, 4096, 128
+WHOLE = 4 * N * V  # bytes of the logits: 2 MiB
 GATHERED = 4 * N * K * H  # bytes of (N, k, H): 2 MiB
-BUDGET, BLOCK, IDS = 2**21, 2**16, 2**11
+BUDGET, BLOCK, IDS = 2**20, 2**14, 2**11
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,9 @@ def test_a_step(k, trainable, dtype, monkeypatch):
 
     traced = trace_allocations(step)
     gradients = sum(4 * x.numel() + x.numel() * x.itemsize * (x.itemsize < 4) for x in leaves)
-    per_token = 4 * N * (10 * H + 20 * k)
+    per_token = 4 * N * (10 * H + 4 * k)
     blocks = 3 * 4 * BLOCK + 2 * keyed.SCRATCH * IDS if k else 0  # rows gathered, converted, weighted; noise
-    assert traced.peak <= BUDGET + gradients + per_token + blocks
+    assert traced.peak <= BUDGET + gradients + per_token + blocks < WHOLE + gradients
     assert traced.largest <= max(4 * V * H, BUDGET // 4) < min(WHOLE, GATHERED)
 
 
@@ -57,8 +57,8 @@ def test_what_waits_for_backward(k, kept):
 @pytest.mark.parametrize("call", ["gumbel_topk", "expected_embedding"])
 def test_hidden_states_that_are_a_view_are_copied_once_at_a_time(call):
     """A call's own checks make such a copy, too, which is gone before the pass begins."""
-    h, budget = 512, 2**20
-    hidden, weight = torch.randn(4, 1025, h)[:, :-1], torch.randn(2000, h)
+    h, budget = 512, 2**18
+    hidden, weight = torch.randn(4, 257, h)[:, :-1], torch.randn(200, h)
     takes = {"gumbel_topk": {"tau": 1.0, "k": 4}, "expected_embedding": {}}[call]
     traced = trace_allocations(lambda: getattr(relax, call)(hidden, LMHead(weight), memory_budget=budget, **takes))
     copy = 4 * hidden.numel()
