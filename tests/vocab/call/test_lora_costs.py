@@ -96,7 +96,7 @@ def test_explain_says_so_and_draws_no_mask(backend):
 @pytest.mark.parametrize("trainable", [LORA, ("a", "b"), ("hidden",), ()], ids=str)
 @pytest.mark.parametrize("want", [("logprob",), ("logprob", "entropy", "self_certainty")], ids=len)
 def test_memory_holds_neither_the_logits_nor_a_merged_head(want, trainable, loss, dtype, backend):
-    """Slices, the gradients and what explain says: a (V, H) of fp32 is 1.5 MB, (N, V) 3 MB."""
+    """Slices, the gradients and what explain says: a (V, H) of bf16 is 0.8 MB, (N, V) 3 MB."""
     budget = 600_000
     ops = problem(*trainable, dtype=dtype, bias=False)
     step = step_of(ops, want, loss, budget, backend)
@@ -105,10 +105,9 @@ def test_memory_holds_neither_the_logits_nor_a_merged_head(want, trainable, loss
     said = ll.explain(ops.hidden, ops.head, ops.labels, loss=loss, want=want, memory_budget=budget, backend=backend)
     factors = 3 * 4 * V * R  # both b side by side, and their gradients
     per_token = 4 * N * (4 * H + 160)
-    block = 4 * 4096 * H  # of the weight's rows, while they are summed
-    assert traced.largest <= max(block, budget) < 4 * V * H
+    assert traced.largest <= budget < 2 * V * H
     said_bytes = said.buffer_bytes + said.saved_bytes + said.gradient_bytes
-    assert traced.peak <= said_bytes + factors + per_token + block < 4 * N * V
+    assert traced.peak <= said_bytes + factors + per_token < 4 * N * V
 
 
 @not_interpreted
