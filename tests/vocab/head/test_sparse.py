@@ -273,7 +273,7 @@ def test_memory_is_what_explain_says(dtype, reduction):
     n, h, v = 256, 32, 4096
     ops = operands((n,), h, v, dtype=dtype, spread=8.0, scale=0.5)
     head, dense = (with_sparse(ops, sparse) for sparse in (SparseBackward(0.01, 128), None))
-    options = {"memory_budget": 2**21}
+    options = {"memory_budget": 2**20}
 
     def loss_of(head):
         return ll.linear_cross_entropy(ops.hidden, head, ops.labels, reduction=reduction, **options)
