@@ -141,22 +141,22 @@ def test_a_file_that_is_no_text_far_behind_gives_no_piece(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_a_file_is_never_held(tmp_path, kind):
-    """32 MB of text in pieces: at any time a few of them."""
+    """8 MB of text in pieces: at any time a few of them."""
     path, line = tmp_path / f"a.{kind}", "some words of a line that is long enough " * 25 + "\n"
     if kind == "parquet":
-        pq.write_table(pa.table({"text": [line * 8] * 4_000}), path, row_group_size=100, compression="none")
+        pq.write_table(pa.table({"text": [line * 8] * 1_000}), path, row_group_size=100, compression="none")
     else:
         text = line if kind == "txt" else json.dumps({"text": line}) + "\n"
-        path.write_text(text * 32_000)
-    assert path.stat().st_size > 32e6 or kind == "parquet"
+        path.write_text(text * 8_000)
+    assert path.stat().st_size > 8e6 or kind == "parquet"
     tracemalloc.start()
     try:
         size = sum(len(piece.text) for piece in Documents(path, 64))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert size == 32_000 * len(line)
-    assert peak < 3e6
+    assert size == 8_000 * len(line)
+    assert peak < 2e6
 
 
 def test_conversations_that_are_no_text_are_passed_over(tmp_path):
