@@ -44,6 +44,7 @@ class TestOptions:
         assert replace(given["grpo"], model="other/model").rate == 1e-6
         assert replace(given["grpo"], lora_rank=2).rate == 1e-5
         assert replace(given["dpo"], learning_rate=1.0).rate == 1.0
+        assert [given["grpo"].prompts_per_step(ranks) for ranks in (1, 3)] == [4, 12]
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -141,17 +142,17 @@ class TestRewards:
         waiting.close()
 
     @pytest.mark.parametrize(
-        "values",
+        ("values", "expected"),
         [
-            [1.0, None, True, 2],
-            (1.0, 0.0, 0.5, 2.0),
-            np.ones(4, np.float32),
-            torch.ones(4, dtype=torch.bfloat16),
-            (Fraction(i, 2) for i in range(4)),
+            ([1.0, None, True, 2], [1.0, None, 1.0, 2.0]),
+            ((1.0, 0.0, 0.5, 2.0), [1.0, 0.0, 0.5, 2.0]),
+            (np.arange(4, dtype=np.float32), [0.0, 1.0, 2.0, 3.0]),
+            (torch.arange(4, dtype=torch.bfloat16), [0.0, 1.0, 2.0, 3.0]),
+            ((Fraction(i, 2) for i in range(4)), [0.0, 0.5, 1.0, 1.5]),
         ],
         ids=["list", "tuple", "array", "tensor", "generator"],
     )
-    def test_numbers_of_every_kind(self, values, monkeypatch):
+    def test_numbers_of_every_kind(self, values, expected, monkeypatch):
         async def later(**_):
             return values
 
@@ -160,8 +161,8 @@ class TestRewards:
             (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards="json:reward"))
             found = reward(completions=["a"] * 4)
             found = asyncio.run(found) if function is later else found
-            assert len(found) == 4
             assert all(x is None or type(x) is float for x in found)
+            assert found == expected
 
     @pytest.mark.parametrize(
         "line",
@@ -219,6 +220,7 @@ class TestRewards:
             ("my_rewards:long", "has no attribute 'long'"),
             ("my_rewards:__name__", "expected a function, got str"),
             ("python_lines=much", "NAME=WEIGHT with a number, got 'much'"),
+            ("python_lines=", "NAME=WEIGHT with a number, got ''"),
             ("repetition_guard=2", "each reward once, got repetition_guard again.* is --repetition-guard"),
             ("python_lines, python_lines=2", "each reward once, got python_lines again; add its weights up"),
             ("my_rewards:short, my_rewards:short=2", "each reward once, got my_rewards:short again; add its"),
