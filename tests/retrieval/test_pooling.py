@@ -122,10 +122,13 @@ def test_of_equal_tokens_the_first_has_the_gradient():
 def test_documents_end_to_end_are_the_same():
     ops, mask = problem(), ragged()
     packed = ops.hidden[mask.bool()]
-    offsets = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    offsets = F.pad(mask.sum(1).cumsum(0), (1, 0))
     got = retrieval.max_pool_logits(packed, ops.head, offsets=offsets)
     expected = retrieval.max_pool_logits(ops.hidden, ops.head, mask)
     assert torch.equal(got.values, expected.values)
+    offsets.fill_(0)  # as one does that is used again for the next batch: backward has its own
+    numbered = retrieval.max_pool_logits(ops.hidden, ops.head, 3 * mask)
+    assert torch.equal(numbered.values, expected.values)  # any number but 0 is a token that counts
     place = (mask.cumsum(1) - 1).gather(1, expected.tokens.long().clamp(min=0))
     assert torch.equal(got.tokens.long(), torch.where(expected.tokens >= 0, place, -1))
     up = torch.randn(B, V, dtype=torch.float64)
@@ -333,6 +336,7 @@ def test_what_is_refused():
             r"ascending from 0 to 9, got \[0, 5",
         ),
         (lambda: pool(h[0], head, offsets=torch.tensor([0, 5])), ShapeError, "offsets: expected where each"),
+        (lambda: pool(h[0], head, offsets=torch.tensor([1, 9])), ShapeError, r"from 0 to 9, got \[1, 9\]"),
         (lambda: pool(h, head, above=math.nan), OptionError, "above: expected a number or None, got nan"),
         (lambda: pool(h, head, above=10**400), OptionError, "above: expected a number or None, got 1000"),
         (lambda: pool(h, head, top_k=0), OptionError, r"top_k: expected a whole number in 1..83 \(the vocabulary\)"),

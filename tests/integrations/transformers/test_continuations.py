@@ -57,6 +57,7 @@ def requests_of(model: torch.nn.Module) -> list[tuple[list[int], list[int]]]:
     letters = ids(20)
     out += [(letters, [token]) for token in (5, 6, 7)] + [(letters, best(model, letters, 1))]
     out += [(letters, [9, *best(model, [*letters, 9], 2)])]  # greedy but for its first
+    out += [(letters, [*best(model, letters, 1), 9])]  # and but for its last
     out += [(ids(3), ids(9)), (ids(60), ids(5)), (ids(1), ids(LONGEST)), (ids(45), ids(8)), out[2]]
     draw.shuffle(out)
     return out
@@ -158,6 +159,18 @@ def test_what_cannot_be_shared():
     assert [len(tree.branches) for tree in planted(short, LONGEST, True)] == [0, 0]
     cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending
     assert [len(tree.branches) for tree in planted(cut, LONGEST, True)] == [0, 0]
+
+
+def test_a_short_continuation_beside_a_long_one_needs_no_further_position():
+    """Of a model that has positions for each request alone: what pads the shorter one is at none behind them."""
+    config = GPT2Config(vocab_size=259, n_embd=32, n_layer=1, n_head=2, n_positions=LONGEST, initializer_range=0.2)
+    model = GPT2LMHeadModel(config).eval()
+    long, short = list(range(3, 43)), list(range(3, 23))
+    requests = [(long, [first, 5, 6]) for first in (4, 5)] + [(short, [first, *range(50, 64)]) for first in (4, 5)]
+    for request, (total, _) in zip(
+        requests, continuation_scores(model, requests, longest=LONGEST, batch_size=8), strict=True
+    ):
+        assert total == pytest.approx(dense(model, *request)[0], abs=1e-4)
 
 
 CAUSAL = {"task_type": "CAUSAL_LM"}

@@ -9,6 +9,7 @@ import torch
 import transformers
 from accelerate.utils.operations import get_data_structure, get_shape, listify
 from packaging.version import Version
+from peft import PromptTuningConfig, get_peft_model
 from transformers import Trainer
 
 import logitless
@@ -99,6 +100,37 @@ def test_a_metric_of_ones_own_keeps_its_name(tmp_path):
     assert 0 < found["eval_top_5_accuracy"] < 1
 
 
+@pytest.mark.parametrize("how", ["within compute_metrics", "of another batch"])
+def test_what_else_the_model_is_asked_meanwhile_counts_nowhere(tmp_path, how):
+    """An evaluation within another's compute_metrics, and a loss that also calls the model for something else."""
+    made = built(tmp_path)
+    logitless.install(made)
+    expected, inner = made.evaluate(), []
+
+    def evaluates(seen):
+        if not inner:
+            inner.append(None)  # asked for once, by the outer one
+            inner[0] = made.evaluate(made.eval_dataset[:1], metric_key_prefix="inner")
+        return {}
+
+    class Asking(Trainer):
+        def compute_loss(self, model, inputs, *given, **more):
+            found = super().compute_loss(model, inputs, *given, **more)
+            inner.append(model(**{name: x[:1] for name, x in inputs.items() if name != "num_items_in_batch"}).loss)
+            return found
+
+    if how == "of another batch":
+        made.__class__ = Asking
+    else:
+        made.compute_metrics = evaluates
+    found = made.evaluate()
+    assert inner
+    same = ("eval_loss", *(f"eval_{name}" for name in NAMES))
+    assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, rel=1e-6)
+    if how == "within compute_metrics":
+        assert inner[0]["inner_perplexity"] != found["eval_perplexity"]
+
+
 def test_batches_of_unlike_lengths(tmp_path):
     """A Trainer pads what it gathers with -100, which is no rank and no log-prob."""
     made = built(tmp_path, per_device_eval_batch_size=1)
@@ -112,6 +144,20 @@ def test_batches_of_unlike_lengths(tmp_path):
         assert x[:, 1:][counts].all()
     nats = -predicted.predictions["logprob"].sum() / counts.sum()
     assert math.exp(nats) == pytest.approx(predicted.metrics["test_perplexity"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_soft_prompt_is_no_token_of_predictions(tmp_path):
+    """PEFT puts virtual tokens before the ids: what is predicted of each label stays beside it."""
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    made = trainer(tmp_path, get_peft_model(TINY["qwen3-tied"].build(), config), rows=data(rows=14))
+    made.label_names = ["labels"]
+    logitless.install(made)
+    predicted = made.predict(made.eval_dataset)
+    counts = predicted.label_ids[:, 1:] != -100
+    for x in predicted.predictions.values():
+        assert x.shape == predicted.label_ids.shape
+        np.testing.assert_array_equal(x[:, 1:] != 0, counts)
 
 
 def test_what_accelerate_says_of_predictions():

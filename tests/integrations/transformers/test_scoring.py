@@ -59,6 +59,7 @@ def test_each_token_is_scored_by_the_position_before_it(name, side):
             torch.testing.assert_close(
                 getattr(mine, what), value, rtol=1e-6, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
             )
+        assert mine.n_kept.tolist() == [97] * len(labels)  # drawn from all, as it were
         assert mine.rank.tolist() == (1 + (z > label).sum(-1)).tolist()
 
 
@@ -92,6 +93,13 @@ def test_a_token_by_itself_has_no_score():
     record = logitless.score(TINY["llama"].build(), {"input_ids": torch.tensor([[5]])})
     assert record.token.tolist() == [[-1]]
     assert record.perplexity.tolist() == [1.0]
+
+
+def test_a_token_behind_padding_has_no_score():
+    """Nothing comes before it but what is no text, also in the middle of a row."""
+    batch = {"input_ids": torch.tensor([[5, 6, 0, 7, 8]]), "attention_mask": torch.tensor([[1, 1, 0, 1, 1]])}
+    record = logitless.score(TINY["llama"].build(), batch, keep=0)
+    assert record.token.tolist() == [[-1, 6, -1, -1, 8]]
 
 
 def test_memory_has_no_logits():
