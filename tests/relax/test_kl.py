@@ -61,6 +61,8 @@ def test_a_reference_one_token_ahead_is_far_away_and_refused():
     ops = operands((B, T), H, V)
     late = relax.online_kl(ops.hidden[:, 0], ops.head, (ops.hidden[:, 1], ops.head))
     assert float(late.detach().min()) > 0.5
+    twice = relax.online_kl(ops.hidden[:, 0], ops.head, (ops.hidden[:, 1], ops.head), total=late)
+    torch.testing.assert_close(twice, 2 * late)
     call = (ops.hidden[:, 0], ops.head, (ops.hidden[:, 1], ops.head))
     refused(OptionError, lambda: relax.online_kl(*call, lengths=(5, 6)), "policy 5 and reference 6", "same next token")
 

@@ -261,10 +261,11 @@ def test_sets_that_were_cut_say_so():
 def test_one_set_that_was_cut_beside_a_whole_one():
     record = ll.sample_tokens(torch.randn(2, H), ll.LMHead(torch.randn(V, H)), top_k=3, keep=4)
     first = torch.zeros_like(record.token)  # id 0 is a token as any other
-    record = replace(record, token=first, n_kept=torch.tensor([3, 9], dtype=torch.int32))
-    with pytest.raises(OptionError, match="got 1 tokens with more, up to 9"):
+    record = replace(record, token=first, n_kept=torch.tensor([4, 5], dtype=torch.int32))
+    assert record.cut.tolist() == [False, True]
+    with pytest.raises(OptionError, match="got 1 tokens with more, up to 5"):
         record.sampling_mask()
-    assert record.sampling_mask(cut="empty").counts.tolist() == [3, 0]
+    assert record.sampling_mask(cut="empty").counts.tolist() == [4, 0]
 
 
 def test_tokens_that_were_never_written_have_no_set():

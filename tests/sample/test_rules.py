@@ -9,7 +9,7 @@ from logitless.sample.rules import Rules
 
 V = 9_001
 RULES = [
-    {"top_p": 1e-9}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 1 - 1e-9}, {"min_p": 0.01}, {"min_p": 1.0},
+    {"top_p": 1e-9}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 1 - 2**-53}, {"min_p": 0.01}, {"min_p": 1.0},
     {"top_p": 0.9, "min_p": 1e-3}, {"top_p": 0.5, "min_p": 1e-6}, {"top_k": 700}, {"top_k": 700, "top_p": 0.9},
     {"top_p": 0.9, "min_p": 1e-3, "order": "vllm"}, {"top_p": 0.5, "min_p": 1e-6, "order": "vllm"},
     {"top_k": 700, "top_p": 0.9, "min_p": 1e-3, "order": "vllm"},
@@ -20,6 +20,7 @@ ROWS = {
     "equal ones": lambda: (4 * torch.randn(V)).round() / 2,
     "all equal": lambda: torch.zeros(V),
     "some forbidden": lambda: torch.where(torch.rand(V) < 0.9, -math.inf, torch.randn(V)),
+    "two": lambda: torch.full((V,), -math.inf).index_fill_(0, torch.tensor([5, 77]), 3.0),
     "one": lambda: torch.full((V,), -math.inf).index_fill_(0, torch.tensor(77), 3.0),
     "far": lambda: torch.tensor([0.0, -800.0, -2000.0]).repeat(V // 3 + 1)[:V],
 }

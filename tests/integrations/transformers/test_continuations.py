@@ -157,6 +157,10 @@ def test_what_cannot_be_shared():
     assert not keeps_all(XLMWithLMHeadModel(own))  # keys and values of a kind of its own, and called `cache`
     short = [([3], [5, 6, 7]), ([3], [6, 6, 7])]  # a second pass would cost more than it saves
     assert [len(tree.branches) for tree in planted(short, LONGEST, True)] == [0, 0]
+    assert [(tree.rows, len(tree.stem.fed)) for tree in planted([([3], [4]), ([3] * 9, [4])], LONGEST, True)] == [
+        (1, 9),
+        (1, 1),
+    ]  # the longest first
     cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending
     assert [len(tree.branches) for tree in planted(cut, LONGEST, True)] == [0, 0]
 
@@ -171,6 +175,16 @@ def test_a_short_continuation_beside_a_long_one_needs_no_further_position():
         requests, continuation_scores(model, requests, longest=LONGEST, batch_size=8), strict=True
     ):
         assert total == pytest.approx(dense(model, *request)[0], abs=1e-4)
+
+
+def test_how_certain_each_token_was():
+    model, context, ending, heard = micro_model(initializer_range=0.2).eval(), list(range(3, 23)), [40, 41], []
+    hear = {"certainty": True, "answered": lambda request, answer, tokens: heard.append(tokens)}
+    continuation_scores(model, [(context, ending)], longest=LONGEST, batch_size=1, **hear)
+    with torch.no_grad():
+        p = model(torch.tensor([context + ending])).logits[0, -3:-1].double().softmax(-1)
+    assert heard[0]["confidence"] == pytest.approx(p.amax(-1).tolist(), rel=1e-4)
+    assert heard[0]["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).tolist(), rel=1e-4)
 
 
 CAUSAL = {"task_type": "CAUSAL_LM"}

@@ -79,6 +79,9 @@ def test_sampling_follows_the_generation_config():
         scores = warp(None, scores)
     logp = scores.log_softmax(-1).view(3, 6, V).gather(-1, first.ids[:, 5:, None])[..., 0]
     torch.testing.assert_close(first.record.behaviour_logprob, logp, rtol=1e-3, atol=1e-3)
+    for step, x in enumerate(scores.view(3, 6, V).unbind(1)):  # each by its sequence's seed and its own position
+        noise = ll.sample.Noise(seeds, torch.full_like(seeds, step)).gumbel(slice(0, V))
+        assert torch.equal(first.ids[:, 5 + step], (x + noise).argmax(-1))
     assert torch.equal(first.record.n_kept.flatten().long(), (scores > -math.inf).sum(-1))
     vllms = generate(model, PROMPTS, max_new_tokens=1, seeds=seeds, keep=V, order="vllm", **{**rules, "min_p": 0.1})
     kept = vllm_kept(z.view(3, 6, V)[:, 0].double() / 0.7, 20, 0.8, 0.1)
@@ -190,6 +193,22 @@ def test_a_sequence_that_ends():
     )
 
 
+def test_where_all_end_the_record_does():
+    out = generate(tiny("llama"), PROMPTS, max_new_tokens=6, do_sample=False, eos_token_id=list(range(V)))
+    assert (out.ids.shape, out.record.shape) == ((3, 6), (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("warper", "kept"),
+    [(t.TopPLogitsWarper(0.01, min_tokens_to_keep=4), 4), (t.TopKLogitsWarper(3, filter_value=-5.0), V)],
+    ids=["at least four", "another number than -inf"],
+)
+def test_a_warper_that_is_no_rule_is_a_processor(warper, kept):
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, "logits_processor": t.LogitsProcessorList([warper])}
+    record = generate(tiny("llama"), PROMPTS, keep=V, **options).record
+    assert record.n_kept.tolist() == [[kept]] * 3
+
+
 def test_adapters_on_the_head():
     lora = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny("llama"), lora).eval()
@@ -205,6 +224,13 @@ def letters() -> t.PreTrainedTokenizerFast:
     one.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     one.decoder = tokenizers.decoders.Fuse()
     return t.PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+def test_stop_strings_beside_another_criterion():
+    model = tiny("llama", eos_token_id=None, pad_token_id=0)
+    criteria = t.StoppingCriteriaList([t.MaxLengthCriteria(7)])
+    options = {"stop_strings": ["!!!!!!"], "tokenizer": letters(), "stopping_criteria": criteria}
+    assert generate(model, PROMPTS, max_new_tokens=6, do_sample=False, **options).ids.shape == (3, 7)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["no end of text", "with one"])

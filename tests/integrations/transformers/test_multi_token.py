@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,6 +274,9 @@ def test_medusa_heads_begin_as_the_models_own():
     hidden = ll.hidden_states(model, {"input_ids": ids})
     for x, vocabulary in zip(heads.depths(hidden, ids, None), heads.vocabularies, strict=True):
         torch.testing.assert_close(vocabulary(x), model.lm_head(hidden))
+    low = ll.LowRank(torch.randn(2, 32), torch.randn(V, 2), 1.0)  # adapters of the model's head are not theirs
+    of_theirs = heads.heads(replace(ll.LMHead.of(model), adapters=(low,)))
+    assert [x.adapters for x in of_theirs] == [(), ()]
 
 
 def test_medusa_heads_of_a_head_with_softcap_and_bias():

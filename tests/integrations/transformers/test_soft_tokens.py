@@ -75,6 +75,22 @@ def test_a_table_is_what_the_embedding_gives(name):
         ConfigError, match=f"vocab_size: expected {VOCAB} at most, the embedding's rows, got {VOCAB + 1}"
     ):
         reader_of(model, VOCAB + 1)
+    assert reader_of(model, VOCAB - 7).head().rows == VOCAB - 7  # rows of padding are no tokens
+    model.get_input_embeddings().register_forward_hook(lambda module, given, rows: rows + 1)
+    with pytest.raises(ConfigError, match="its embedding is not a plain table, which soft tokens need"):
+        reader_of(model, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "gpt2-tied"])
+def test_positions_count_from_the_first_token(name):
+    """Also of prompts that are padded on the left: by each alone, of learned positions too."""
+    model = TINY[name].build(VOCAB).double().eval()
+    reader, (ids, mask, _) = reader_of(model, VOCAB), prompts()
+    with torch.no_grad():
+        hidden, _ = reader.body(reader.table[ids], mask, None)
+        for row, text, real in zip(hidden, ids, mask.bool(), strict=True):
+            expected = model(text[real][None]).logits[0]
+            torch.testing.assert_close(row[real] @ model.get_output_embeddings().weight.T, expected)
 
 
 def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused():
