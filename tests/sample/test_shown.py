@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from logitless.sample.page import page
-from logitless.sample.shown import CLASSES, class_names, class_of, percent
+from logitless.sample.shown import CLASSES, class_names, class_of, percent, to_dict
 from logitless.sample.terminal import STYLES, coloured, show, streamed
 from tests.support.sample.texts import HARD, byte_tokenizer, hard_summary, made_up
 
@@ -36,6 +36,11 @@ def test_what_is_described(summary):
             best = {other["id"]: other["logprob"] for other in token["top_logprobs"]}
             assert best.get(token["id"], token["logprob"]) == pytest.approx(token["logprob"], abs=1e-5)
             assert token["rank"] <= 3 or token["id"] not in best
+
+
+def test_id_0_is_a_token_as_any_other(tmp_path):
+    about = to_dict(made_up([0, 70]), byte_tokenizer(tmp_path), [])
+    assert [token["id"] for token in about["tokens"]] == [0, 70]
 
 
 def test_what_comes_token_by_token_is_the_text_with_its_colours(summary, tmp_path):
@@ -127,7 +132,8 @@ def test_lines_of_alternatives_end_between_two_of_them(summary):
 def test_classes():
     assert [class_of(p) for p in (1.0, 0.9, 0.89, 0.5, 0.2, 0.05, 0.049, 0.0)] == [0, 0, 1, 1, 2, 3, 4, 4]
     assert len(class_names()) == len(STYLES) == len(CLASSES) + 1
-    assert [percent(p) for p in (1.0, 0.1234, 0.00012345, 0.0)] == ["100.0 %", "12.3 %", "0.012 %", "0 %"]
+    shares = (1.0, 0.1234, 0.05, 0.00012345, 0.0)
+    assert [percent(p) for p in shares] == ["100.0 %", "12.3 %", "5.0 %", "0.012 %", "0 %"]
 
 
 def test_a_page_is_whole_and_safe(summary):
