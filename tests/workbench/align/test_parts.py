@@ -26,7 +26,13 @@ from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.data import TAKEN, check_differ, load, rows_of, save
-from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
+from logitless.workbench.align.rewards import (
+    is_statement,
+    leave_out_unrewarded,
+    python_lines,
+    repetition_guard,
+    rewards_of,
+)
 from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
 from logitless.workbench.sources.corpus import passages
@@ -541,6 +547,14 @@ class TestData:
     def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):
             rows_of(config(tmp_path / "none"), tokenizer, 10)
+
+
+def test_a_completion_with_one_of_its_rewards_is_kept():
+    """The third weighs nothing, and is no reward of the second."""
+    rewards = torch.tensor([[1.0, torch.nan, 2.0], [torch.nan, torch.nan, 1.0]])
+    trainer: Any = SimpleNamespace(model=SimpleNamespace(training=True), _calculate_rewards=lambda: rewards)
+    leave_out_unrewarded(trainer, [1.0, 0.5, 0.0])
+    assert trainer._calculate_rewards().isnan().tolist() == [[False, True, False], [True] * 3]
 
 
 def test_an_error_names_no_option_that_was_not_given():

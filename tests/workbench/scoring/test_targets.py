@@ -88,6 +88,11 @@ def test_a_document_is_whole_however_its_rows_are_grouped(micro, tmp_path, monke
         assert len(again) == len(found)
         for a, b in zip(found, again, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+    rows = table.to_pylist()
+    rows[len(rows) // 2 - 1]["logsumexp"] = None  # of a token that is no first one: its document is passed over
+    assert rows[len(rows) // 2 - 1]["position"] > 0
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), tmp_path / "v.parquet")
+    assert len(list(read_targets(tmp_path / "v.parquet"))) == len(found) - 1
     tokens = {row["document"]: [] for row in table.to_pylist()}
     for row in table.to_pylist():
         tokens[row["document"]].append(row["token"])
