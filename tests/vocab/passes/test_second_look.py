@@ -205,7 +205,8 @@ def test_a_diverged_model_is_seen(backend):
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("budget", [MIB, 4 * MIB])
 def test_memory_keeps_to_the_budget(budget, trained, backend):
-    ops = operands((256,), 16, 16_384, dtype=torch.float32, reference=True, bias=False)
+    n, v = 96, 16_384
+    ops = operands((n,), 16, v, dtype=torch.float32, reference=True, bias=False)
     ops = ops.training("hidden", "weight") if trained else ops.training()
 
     def step():
@@ -217,6 +218,6 @@ def test_memory_keeps_to_the_budget(budget, trained, backend):
 
     told = ll.explain(ops.hidden, ops.head, want=PAIR, reference=ops.reference, memory_budget=budget, backend=backend)
     assert told.buffer_bytes <= budget
-    small = 256 * 4 * 40 + 16_384 * 4  # numbers of tokens
+    small = n * 4 * 40 + v * 4  # numbers of tokens
     assert measure(step, memory=True).peak < told.buffer_bytes + told.gradient_bytes + small
-    assert 3 * MIB < 256 * 16_384 * 4
+    assert n * v * 4 > 5 * MIB
