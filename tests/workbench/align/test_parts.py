@@ -565,6 +565,12 @@ def test_an_error_names_no_option_that_was_not_given():
         trainers.check_pairs(AlignConfig(data="a.jsonl"), 9, 8)
 
 
+def test_the_longest_pair_is_of_either_side():
+    rows = {"prompt_ids": [[1], [1, 2]], "chosen_ids": [[1] * 5, [1]], "rejected_ids": [[1], [1] * 6]}
+    assert trainers.longest_pair(rows) == 8
+    trainers.check_pairs(AlignConfig(), 8, 8)
+
+
 def test_pairs_whose_sides_are_the_same_teach_nothing():
     config, said = AlignConfig(method="dpo", data="a.jsonl"), []
     same, other = ({"prompt": "p", "chosen": "c", "rejected": rejected} for rejected in ("c", "r"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from logitless.workbench.align.callbacks import MemoryMetrics
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.align.report import numbers, show, steps_of, stretches
-from logitless.workbench.align.trainers import check_pairs, dense_bytes, longest_pair
+from logitless.workbench.align.trainers import dense_bytes
 
 STEPS = 20
 
@@ -79,9 +79,3 @@ def test_what_dense_logits_would_need():
     for each in logs:
         MemoryMetrics(lambda longest: 10 * longest, 8).on_log(args, nothing, nothing, logs=each)
     assert [each.get("memory/dense_would_need_bytes") for each in logs] == [50, 80, None]
-
-
-def test_the_longest_pair_is_of_either_side():
-    rows = {"prompt_ids": [[1], [1, 2]], "chosen_ids": [[1] * 5, [1]], "rejected_ids": [[1], [1] * 6]}
-    assert longest_pair(rows) == 8
-    check_pairs(AlignConfig(), 8, 8)

@@ -73,7 +73,7 @@ def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
 
 
 def check_differ(config: AlignConfig, pairs: list[Row], remark: Remark) -> None:
-    """DataError where no pair's sides differ; hears how many do not, where some do."""
+    """DataError where no pair's sides differ. remark: hears how many do not, where others do."""
     alike = sum(pair["chosen"] == pair["rejected"] for pair in pairs)
     told = f"{config.data_said}: chosen and rejected are the same in"
     if alike == len(pairs):
