@@ -206,8 +206,12 @@ def test_what_does_not_fit_is_one_clear_line():
         multi_token_cross_entropy([hiddens[0], hiddens[1][:, 1:]], head, labels)
     with pytest.raises(ShapeError, match=r"position_ids: expected labels' shape, got \(9,\)"):
         multi_token_cross_entropy(hiddens, head, labels, position_ids=torch.arange(T))
-    with pytest.raises(OptionError, match="weights: expected 3 finite numbers"):
-        multi_token_cross_entropy(hiddens, head, labels, weights=(1.0, 2.0))
+    for weights in ((1.0, 2.0), 0.3, "abc", (1.0, None, 1.0), (1.0, 1.0, float("nan")), (1.0, 1.0, 10**400)):
+        with pytest.raises(OptionError, match="weights: expected 3 finite numbers, one for each depth, got"):
+            multi_token_cross_entropy(hiddens, head, labels, weights=weights)  # pyright: ignore[reportArgumentType]
+    for wrong in (None, "a", 1.5, 2**70):
+        with pytest.raises(OptionError, match=f"ignore_index: expected an integer of 64 bits, got {wrong!r}"):
+            multi_token_cross_entropy(hiddens, head, labels, ignore_index=wrong)  # pyright: ignore[reportArgumentType]
     for first in (-1, True, 1.0):
         with pytest.raises(OptionError, match=f"first: expected a whole number of at least 0, got {first}"):
             multi_token_cross_entropy(hiddens, head, labels, first=first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .algebra.options import whole_from
+from .algebra.options import check_ignore_index, whole_from
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
 from .vocab.face import (
@@ -75,6 +75,7 @@ def multi_token_cross_entropy(
     Gloeckle et al., arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437; Medusa, arXiv 2401.10774.
     """
     heads, first = _checked(hiddens, head, labels, position_ids), whole_from("first", first, 0)
+    check_ignore_index(ignore_index)
     options: Options = {"ignore_index": ignore_index, "memory_budget": memory_budget, "backend": backend}
     like = {"dtype": max((compute_dtype(x) for x in hiddens), key=lambda x: x.itemsize), "device": hiddens[0].device}
     factors = torch.tensor(_factors(weights, len(heads)), **like)
@@ -169,7 +170,10 @@ def _checked(
 
 
 def _factors(weights: Sequence[float] | None, k: int) -> list[float]:
-    found = [1.0] * k if weights is None else [float(weight) for weight in weights]
+    try:
+        found = [1.0] * k if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError):  # of what is no number, or too large for a float
+        found = []
     if len(found) != k or not all(map(math.isfinite, found)):
         raise OptionError(f"weights: expected {k} finite numbers, one for each depth, got {weights!r}")
     return found

@@ -83,7 +83,9 @@ def test_dft_treats_its_weight_as_a_constant():
 
 def test_bad_options_are_named():
     x = torch.zeros(3)
-    with pytest.raises(OptionError, match="smoothing"):
-        losses.label_smoothing(x, x, x, 1.5)
-    with pytest.raises(OptionError, match="gamma"):
-        losses.focal(x, -1.0)
+    for smoothing in (1.5, -0.5, math.nan):
+        with pytest.raises(OptionError, match=rf"smoothing must be in \[0, 1\], got {smoothing}"):
+            losses.label_smoothing(x, x, x, smoothing)
+    for gamma in (-1.0, math.nan):
+        with pytest.raises(OptionError, match=f"gamma must be at least 0, got {gamma}"):
+            losses.focal(x, gamma)

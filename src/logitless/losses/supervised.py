@@ -57,7 +57,7 @@ def focal(logprob: Tensor, gamma: float = 2.0) -> Tensor:
     Reads `logprob`; 1 - p keeps its digits when p is near 1. Raises OptionError for a negative gamma.
     Lin et al., "Focal Loss for Dense Object Detection", arXiv:1708.02002.
     """
-    if gamma < 0.0:
+    if not gamma >= 0.0:
         raise OptionError(f"gamma must be at least 0, got {gamma}")
     # Off zero, where a power below one has an infinite derivative.
     missed = (-torch.expm1(logprob)).clamp_min(torch.finfo(logprob.dtype).tiny)
