@@ -46,6 +46,10 @@ def test_one_number_per_sequence_is_to_be_expanded_and_nothing_else_is():
         losses.ppo_clip(x, x[:, 0], x)  # a sum over tokens, which expanded would stand beside each of them
     with pytest.raises(ShapeError, match=r"shape \(2, 3\), got \(1, 3\): give one number for each of them$"):
         losses.reinforce(x, x[:1])
+    with pytest.raises(ShapeError, match=r"shape \(2, 3\), got \(1,\): give one number for each of them$"):
+        losses.reinforce(x, x[0, :1])
+    with pytest.raises(ShapeError, match=r"^mask .* shape \(2, 3\), got \(2,\): expand one number per sequence"):
+        losses.batch_loss(x, x[:, 0], "token")
     with pytest.raises(ShapeError, match=r"^rejected .* shape \(3,\), got \(2,\): give one number for each of them$"):
         losses.dpo(x[0], x[:, 0], x[0], x[0])
 

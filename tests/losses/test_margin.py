@@ -78,15 +78,16 @@ def test_a_mean_over_tokens_that_count(kind, backend):
         assert_near_in_norm(a, b, 1e-10)
 
 
-@pytest.mark.parametrize("lead", [2.0, 12.0, 30.0, 60.0])
+@pytest.mark.parametrize("cosine", [0.5, 1 - 2.0**-13])  # whose square rounds in fp32
+@pytest.mark.parametrize("lead", [-100.0, 2.0, 12.0, 30.0, 60.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sure_token_keeps_its_digits(kind, lead):
-    # the label's cosine is 0.5 and all others', 49, are one number: 1 - p has no digits in fp32 from a lead of 17 on
-    scale, margin, others = 64.0, 0.25, 49
-    logit = torch.tensor(scale * 0.5, dtype=torch.float64, requires_grad=True)
+def test_a_sure_token_and_one_of_no_chance_keep_their_digits(kind, lead, cosine):
+    # all others, 49, have one cosine: 1 - p has no digits in fp32 from a lead of 17 on
+    scale, margin, others, angle = 64.0, 0.25, 49, math.acos(cosine)
+    logit = torch.tensor(scale * cosine, dtype=torch.float64, requires_grad=True)
     rest = logit.detach() - lead + math.log(others)  # their log-sum-exp
-    by = scale * ((math.cos(math.acos(0.5) + margin) - 0.5) if kind == "arcface" else -margin)
-    steep = math.sin(math.acos(0.5) + margin) / math.sin(math.acos(0.5)) if kind == "arcface" else 1.0
+    by = scale * ((math.cos(angle + margin) - cosine) if kind == "arcface" else -margin)
+    steep = math.sin(angle + margin) / math.sin(angle) if kind == "arcface" else 1.0
     expected = F.softplus(rest - logit - by).detach()
     slope = -steep * torch.sigmoid(rest - logit - by).detach()
 
@@ -105,7 +106,7 @@ def test_a_sure_token_keeps_its_digits(kind, lead):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_an_angle_of_nothing_has_finite_gradients(sign):
     logprob = torch.tensor([-1.0, 0.0], requires_grad=True)
-    logit = torch.full((2,), sign * 64.0001, requires_grad=True)  # rounding passes 1
+    logit = torch.tensor([sign * 64.0001, sign * 64.0], requires_grad=True)  # rounding passes 1
     loss = losses.arcface(logprob, logit)
     loss.sum().backward()
     assert loss.isfinite().all()

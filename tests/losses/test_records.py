@@ -200,6 +200,23 @@ def test_a_record_of_little_of_the_student_keeps_its_digits(ahead):
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("shift", [0.0, -40.0])
+def test_a_sure_student_keeps_its_digits_however_low_all_logits_are(shift):
+    """Beside a slot of padding; in fp32 the difference to a log-sum-exp of -26 has no digit of 8e-6."""
+    z = (512 * torch.randn(1, 9)).round() / 512
+    z[0, 0] = 14.0
+    head, want, ids = LMHead(torch.eye(9)), ("logsumexp", "tail_logprob"), torch.tensor([[0, 0]])
+    s = token_stats(z + shift, head, want=want, candidates=ids)
+    found = losses.record_kl(s.candidate_logits, s.logsumexp, torch.tensor([[0.0, -torch.inf]]), s.tail_logprob)
+    torch.testing.assert_close(found.double(), -z.double().log_softmax(-1)[:, 0], rtol=2e-6, atol=0)
+
+
+def test_no_tokens_have_no_divergence(student_and_teacher):
+    z, teacher = student_and_teacher
+    t, ids = teacher.log_softmax(-1)[:0].topk(K)
+    assert losses.record_kl(z[:0].gather(-1, ids), z[:0, 0], t, z[:0, 0]).shape == (0,)
+
+
 def test_a_sure_teacher_and_student_stay_finite():
     """A tail below what fp32 weights can say: no infinity in either direction, and no gradient that is none."""
     z = torch.zeros(1, 9)
