@@ -1,5 +1,7 @@
 """Divergences from a teacher's record against whole distributions in float64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +162,7 @@ def test_a_record_of_padding_alone_is_all_tail(student_and_teacher, loss):
 
 def test_a_record_of_the_whole_vocabulary():
     z = torch.randn(4, 6, requires_grad=True)
-    t = torch.randn(4, 6).log_softmax(-1)
+    t = torch.randn(4, 6).log_softmax(-1).bfloat16().float()  # what rounding leaves of 1 is no outcome
     none = torch.full((4,), -torch.inf)
     for direction in ("forward", "reverse"):
         loss = losses.record_kl(z, z.logsumexp(-1), t, none, direction)
@@ -185,6 +187,20 @@ def test_a_teachers_tail_too_small_for_digits_counts_as_its_least():
         torch.testing.assert_close(losses.decoupled_kl(*given), bucket + inside)
         mean = torch.full_like(full, tail)
         torch.testing.assert_close(losses.tail_aware_kl(*given, mean), bucket + 2 * inside)
+
+
+def test_weights_that_round_above_1_leave_nothing_to_the_tail():
+    z, t = torch.zeros(1, 4, dtype=torch.float64), torch.full((1, 2), 0.504, dtype=torch.float64).log()
+    found = losses.record_kl(z[:, :2], z.logsumexp(-1), t, torch.full((1,), 0.5, dtype=torch.float64).log())
+    torch.testing.assert_close(found, (t.exp() * (t - math.log(0.25))).sum(-1))
+
+
+def test_a_tail_of_one_in_a_million_keeps_its_digits():
+    t, s, found = torch.tensor([[-1e-6]]), torch.tensor([-2e-6]), []
+    for kind in (torch.float32, torch.float64):
+        tail = (-torch.expm1(s.double())).log().to(kind)
+        found.append(losses.record_kl(torch.zeros(1, 1, dtype=kind), -s.to(kind), t.to(kind), tail).double())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("ahead", [8.0, 15.0, 25.0])

@@ -129,6 +129,6 @@ def _parts(candidate_logits: Tensor, logsumexp: Tensor, log_weights: Tensor, tai
     s = torch.where(real, logprob_of_record(candidate_logits, logsumexp, real, tail_logprob), 0.0)
     everything = tail_logprob.isneginf()  # what rounding leaves of the weights is no outcome then
     head_t = torch.where(everything, 0.0, log_weights.logsumexp(-1).clamp_max(0.0))
-    tail = torch.where(everything, 0.0, -torch.expm1(head_t))
+    tail = -torch.expm1(head_t)
     tail_t = tail.clamp_min(LEAST_TAIL).log()
     return _Parts(real, t, s, head_t, tail_t, torch.where(everything, 0.0, tail_logprob), tail)
