@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date, datetime
@@ -306,6 +307,8 @@ class TestData:
         assert rows_of(config(data), tokenizer, 1000) == (train, held)
         assert rows_of(config(data, seed=1), tokenizer, 1000)[0] != train
         assert len(rows_of(config(data), tokenizer, 7)[0]) == 7
+        some = Counter(row["prompt"].split()[0] for row in rows_of(config(data), tokenizer, 20)[0])
+        assert list(some.values()) == [4] * 5  # of the 8 that each document has
 
     def test_one_document_is_divided_at_its_passages(self, tokenizer, tmp_path):
         path = tmp_path / "text.txt"
@@ -368,7 +371,10 @@ class TestData:
         assert [len(some) for some in found] == [38, 2]
         assert all(row["split"] == value for some in found for row in some)
 
-    @pytest.mark.parametrize(("tools", "said"), [([{"name": "f"}], 1), ('[{"name": "f"}]', 1), ([], 0), ("null", 0)])
+    @pytest.mark.parametrize(
+        ("tools", "said"),
+        [([{"name": "f"}], 1), ('[{"name": "f"}]', 1), *((x, 0) for x in ([], None, "", "[]", "null"))],
+    )
     @pytest.mark.parametrize("method", ["grpo", "dpo"])
     def test_tools_that_no_prompt_is_written_with_are_told(self, tokenizer, tmp_path, method, tools, said):
         saved = copy.copy(tokenizer.saved)
@@ -426,6 +432,11 @@ class TestData:
         ("text", "method", "message"),
         [
             ('{"prompt": "a"}\n', "grpo", "expected prompts to train on and some to hold out, got 1 and 0"),
+            (
+                '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+                "dpo",
+                "expected pairs to train on and some to hold out, got 1 and 0; give more$",
+            ),
             ('{"prompt": "a"}\n{"prompt": ""}\n', "grpo", "row 1 has no prompt; expected prompt"),
             ('{"prompt": "a", "chosen": "b"}\n', "dpo", "row 0 has no rejected; expected prompt, chosen, rejected"),
             (
@@ -467,7 +478,11 @@ class TestData:
                 "dpo",
                 "rejected must begin with a mes",
             ),
-            ('{"text": "one line"}\n', "grpo", "got 0 and 0; give more text"),
+            (
+                '{"text": "one line"}\n',
+                "grpo",
+                "got 0 and 0; give more text, whose lines are within --prompt-length 30 and --completion-length 16 tok",
+            ),
             ('{"other": "a"}\n', "grpo", "expected a field named text or content, got other"),
         ],
     )
@@ -578,6 +593,7 @@ def test_pairs_whose_sides_are_the_same_teach_nothing():
         check_differ(config, [same, same], said.append)
     check_differ(config, [other], said.append)
     assert said == []
-    check_differ(config, [same, other, same], said.append)
-    (told,) = said
-    assert told.startswith("warning: --data a.jsonl: chosen and rejected are the same in 2 of 3 pairs")
+    for pairs in ([same, other], [same, other, same]):
+        check_differ(config, pairs, said.append)
+    told = "warning: --data a.jsonl: chosen and rejected are the same in {}, from which nothing is learned"
+    assert said == [told.format("1 of 2 pairs"), told.format("2 of 3 pairs")]
