@@ -306,9 +306,35 @@ class TestData:
         assert documents[1] == {"d10", "d30", "d50"}
         assert rows_of(config(data), tokenizer, 1000) == (train, held)
         assert rows_of(config(data, seed=1), tokenizer, 1000)[0] != train
-        assert len(rows_of(config(data), tokenizer, 7)[0]) == 7
-        some = Counter(row["prompt"].split()[0] for row in rows_of(config(data), tokenizer, 20)[0])
-        assert list(some.values()) == [4] * 5  # of the 8 that each document has
+        few, same = rows_of(config(data), tokenizer, 7)
+        assert len(few) == 7
+        assert same == held
+
+    def test_rows_come_from_many_documents_as_the_seed_has_it(self, tokenizer, tmp_path):
+        """At most four of each, of the 8 that there are, where four of each are enough."""
+        data = line_corpus(tmp_path / "data", documents=60)
+        for wanted, found in ((228, 228), (229, 229), (1000, 57 * 8)):
+            assert len(rows_of(config(data), tokenizer, wanted)[0]) == found
+        some, other = ([rows_of(config(data, seed=seed), tokenizer, n)[0] for n in (20, 228)] for seed in (0, 1))
+        documents = [Counter(row["prompt"].split()[0] for row in rows[0]) for rows in (some, other)]
+        assert [list(x.values()) for x in documents] == [[4] * 5] * 2
+        assert documents[0] != documents[1]
+        prompts = [{row["prompt"] for row in rows[1]} for rows in (some, other)]
+        assert prompts[0] != prompts[1]
+        assert max(len(ids) for ids in tokenizer.encode([*prompts[0]])) in range(17, 31)
+
+    @pytest.mark.parametrize("apart", [True, False])
+    def test_of_twenty_documents_one_is_held_out_unless_others_are(self, tokenizer, tmp_path, apart):
+        texts = [path.read_text() for path in sorted(line_corpus(tmp_path / "lines", 20 + apart).iterdir())]
+        parts = {"train": Dataset.from_dict({"text": texts[:20]})}
+        parts |= {"test": Dataset.from_dict({"text": ["", *texts[20:]]})} if apart else {}
+        DatasetDict(parts).save_to_disk(tmp_path / "data")
+        documents = [
+            {row["prompt"].split()[0] for row in rows}
+            for rows in rows_of(config(tmp_path / "data", seed=1), tokenizer, 1000)
+        ]
+        assert documents[1] == {"d20" if apart else "d10"}
+        assert len(documents[0]) == 19 + apart
 
     def test_one_document_is_divided_at_its_passages(self, tokenizer, tmp_path):
         path = tmp_path / "text.txt"
@@ -318,6 +344,9 @@ class TestData:
         assert held
         assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
         assert len(rows_of(config(path), tokenizer, 2)[0]) == 2  # what a single step needs, beside those held out
+        for lines, wanted, found in ((12, 1000, [5, 1]), (2400, 768, [768, 32])):
+            path.write_text("".join(f"line {i} of it\n" for i in range(1000, 1000 + lines)))
+            assert [len(rows) for rows in rows_of(config(path), tokenizer, wanted)] == found
 
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory", "splits"])
     def test_tables_of_prompts(self, tokenizer, tmp_path, kind):
@@ -384,6 +413,24 @@ class TestData:
         path.write_text(4 * (json.dumps(row) + "\n"))
         rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
         assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
+        path.write_text(
+            4 * (json.dumps({"prompt": "a", "completion": "b", "tools": tools}) + "\n")
+        )  # of text, which has none
+        rows_of(config(path, method=method), tokenizer, 9, heard.append)
+        assert len(heard) == said
+
+    def test_rows_that_are_held_out_already_are_looked_at_too(self, talker, tmp_path):
+        asked, said, heard = json.loads(ASKED), json.loads(SAID), []
+        pair = {"prompt": asked, "chosen": said, "rejected": said}
+        row, given = pair | {"completion": said, "tools": "null"}, config(tmp_path / "data", method="dpo")
+        parts = [row] * 3, [row | {"tools": '[{"name": "f"}]'}]
+        DatasetDict(zip(("train", "test"), map(Dataset.from_list, parts), strict=True)).save_to_disk(tmp_path / "data")
+        assert rows_of(given, talker, 9, heard.append) == ([pair] * 3, [pair])
+        assert heard == [f"--data {tmp_path / 'data'}: prompts are written without the tools of their rows"]
+        parts = [row] * 3, [row | {"chosen": asked}]
+        DatasetDict(zip(("train", "test"), map(Dataset.from_list, parts), strict=True)).save_to_disk(tmp_path / "bad")
+        with pytest.raises(DataError, match="row 3: chosen must begin with a message of the assistant, got user"):
+            rows_of(replace(given, data=str(tmp_path / "bad")), talker, 9)
 
     @pytest.mark.parametrize("rewards", ["m:f", "python_lines", None])
     @pytest.mark.parametrize("method", ["grpo", "rloo", "intuitor", "dpo"])
@@ -398,8 +445,9 @@ class TestData:
     @pytest.mark.parametrize(("method", "rewards", "said"), [("grpo", "m:f", 1), ("grpo", None, 0), ("dpo", None, 0)])
     def test_a_column_that_trl_keeps_from_rewards_is_told(self, tokenizer, tmp_path, method, rewards, said):
         path, heard = tmp_path / "rows.jsonl", []
-        path.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-        rows_of(config(path, method=method, rewards=rewards), tokenizer, 2, heard.append)
+        path.write_text('{"prompt": "a"}\n' * (method == "grpo") + '{"prompt": "a", "completion": "b"}\n' * 4)
+        found = rows_of(config(path, method=method, rewards=rewards), tokenizer, 2, heard.append)
+        assert all(("completion" in row) == (method == "dpo" or bool(said)) for row in found[0][1:])
         told = f"--data {path}: TRL gives rewards no column named 'completion': rename it to have it there"
         assert heard == [told] * said
 
@@ -538,7 +586,10 @@ class TestData:
             [{"role": r, "content": c}] for r, c in (("user", "a"), (ASSISTANT, "b"), (ASSISTANT, "c"))
         )
         rows = {
-            "whole": ({"prompt": asked, "chosen": said, "rejected": wrong}, {"rejected": wrong, "chosen": said}),
+            "whole": (
+                {"prompt": asked, "chosen": said, "rejected": wrong, "messages": asked + wrong},
+                {"rejected": wrong, "chosen": said},
+            ),
             "without prompt": (
                 {"chosen": asked + said, "rejected": asked + wrong},
                 {"rejected": wrong, "chosen": said},
@@ -559,9 +610,12 @@ class TestData:
         with pytest.raises(ConfigError, match=r"rows.jsonl: row 2: the chat template failed: one turn only"):
             rows_of(config(path, method="grpo"), talker, 10)
 
-    def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
+    def test_nothing_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):
             rows_of(config(tmp_path / "none"), tokenizer, 10)
+        pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+        with pytest.raises(DataError, match=r"^--data .*none.parquet: expected "):
+            rows_of(config(tmp_path / "none.parquet"), tokenizer, 10)
 
 
 def test_a_completion_with_one_of_its_rewards_is_kept():

@@ -127,3 +127,6 @@ def test_rows_of_a_run_that_were_changed_are_one_line(tmp_path, train, held, why
     save(tmp_path / "rows.jsonl", train, held)
     with pytest.raises(DataError, match=rf"rows.jsonl does not hold what was written there \(.*{why}"):
         load(tmp_path / "rows.jsonl", AlignConfig())
+    save(tmp_path / "rows.jsonl", [{"prompt": "a"}], [{"other": "a"}])
+    with pytest.raises(DataError, match=r"rows.jsonl has no prompt; expected prompt, or messages"):
+        load(tmp_path / "rows.jsonl", AlignConfig())
