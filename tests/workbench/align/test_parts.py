@@ -522,9 +522,9 @@ class TestData:
             ),
             (f'{{"prompt": "a", "chosen": "b", "rejected": {SAID}}}\n', "dpo", "row 0: rejected is messages, and the "),
             (
-                f'{{"prompt": {ASKED}, "chosen": {SAID}, "rejected": {ASKED}}}\n',
+                f'{{"prompt": {ASKED}, "chosen": {SAID}, "rejected": {ASKED[:-1]}, {SAID[1:]}}}\n',
                 "dpo",
-                "rejected must begin with a mes",
+                "rejected must begin with a message of the assistant, got user",
             ),
             (
                 '{"text": "one line"}\n',
@@ -609,6 +609,13 @@ class TestData:
         path.write_text("".join(json.dumps({"prompt": json.loads(ASKED) * n}) + "\n" for n in (1, 2, 3)))
         with pytest.raises(ConfigError, match=r"rows.jsonl: row 2: the chat template failed: one turn only"):
             rows_of(config(path, method="grpo"), talker, 10)
+        said = json.loads(SAID)
+        path.write_text(json.dumps({"prompt": json.loads(ASKED), "chosen": said, "rejected": said * 2}))
+        with pytest.raises(ConfigError, match=r"rows.jsonl: row 0: the chat template failed: one turn only"):
+            rows_of(config(path, method="dpo"), talker, 10)
+        talker.saved.chat_template = None
+        with pytest.raises(ConfigError, match=r"^prompts of messages need a chat template, and the tokenizer has none"):
+            rows_of(config(path, method="dpo"), talker, 10)
 
     def test_nothing_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):
