@@ -261,12 +261,13 @@ def test_an_error_inside_leaves_the_model_whole():
     assert model(**batch).loss.isfinite()
 
 
+@pytest.mark.parametrize("ignored", [-100, 9])
 @pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
-def test_no_token_of_the_batch_counts(items):
+def test_no_token_of_the_batch_counts(items, ignored):
     model, batch = installed(), batch_for("")
-    batch["labels"] = torch.full_like(batch["labels"], -100)
-    with pytest.raises(LabelError, match="expected a token that counts, got 24 targets of -100") as caught:
-        model(**batch, num_items_in_batch=items)
+    batch["labels"] = torch.full_like(batch["labels"], ignored)
+    with pytest.raises(LabelError, match=f"expected a token that counts, got 24 targets of {ignored};") as caught:
+        model(**batch, num_items_in_batch=items, ignore_index=ignored)
     assert "\n" not in str(caught.value)
     assert model(**batch_for("")).loss.isfinite()
 
@@ -286,9 +287,11 @@ def test_no_token_of_a_part_of_the_batch_counts(name):
 
 @pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0)], ids=repr)
 def test_tokens_that_nobody_counted(items):
-    """A sum over none is inf, as with the model's own loss: not the mean."""
+    """A sum over none is inf, as with the model's own loss: not the mean, nor an evaluation's NaN."""
     model = installed()
     loss = model(**batch_for(""), num_items_in_batch=items).loss
+    with torch.no_grad():
+        assert model(**batch_for(""), num_items_in_batch=items).loss == math.inf
     logitless.uninstall(model)
     assert loss == model(**batch_for(""), num_items_in_batch=items).loss == math.inf
 
