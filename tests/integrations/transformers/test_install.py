@@ -285,6 +285,21 @@ def test_no_token_of_a_part_of_the_batch_counts(name):
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("empty", [0.0, math.nan])
+def test_a_host_may_say_what_a_batch_without_a_token_gives(empty):
+    """In training, too, where gradients go on as they were."""
+    model, batch = installed(), batch_for("")
+    expected = gradients(model, lambda: model(**batch).loss)
+    model._logitless.empty = empty
+    assert_same_gradients(gradients(model, lambda: model(**batch).loss), expected, rtol=1e-6, floor=1e-7)
+    model.zero_grad()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, torch.tensor(empty), equal_nan=True)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0)], ids=repr)
 def test_tokens_that_nobody_counted(items):
     """A sum over none is inf, as with the model's own loss: not the mean, nor an evaluation's NaN."""
