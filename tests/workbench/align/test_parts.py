@@ -445,11 +445,12 @@ class TestData:
     @pytest.mark.parametrize(("method", "rewards", "said"), [("grpo", "m:f", 1), ("grpo", None, 0), ("dpo", None, 0)])
     def test_a_column_that_trl_keeps_from_rewards_is_told(self, tokenizer, tmp_path, method, rewards, said):
         path, heard = tmp_path / "rows.jsonl", []
-        path.write_text('{"prompt": "a"}\n' * (method == "grpo") + '{"prompt": "a", "completion": "b"}\n' * 4)
-        found = rows_of(config(path, method=method, rewards=rewards), tokenizer, 2, heard.append)
-        assert all(("completion" in row) == (method == "dpo" or bool(said)) for row in found[0][1:])
+        for before in range(1 + (method == "grpo")):
+            path.write_text('{"prompt": "a"}\n' * before + '{"prompt": "a", "completion": "b"}\n' * 4)
+            found, _ = rows_of(config(path, method=method, rewards=rewards), tokenizer, 2, heard.append)
+            assert all(("completion" in row) == (method == "dpo" or bool(said)) for row in found[before:])
         told = f"--data {path}: TRL gives rewards no column named 'completion': rename it to have it there"
-        assert heard == [told] * said
+        assert heard == [told] * 2 * said
 
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
