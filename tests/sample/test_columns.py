@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitless.errors import DataError
-from logitless.sample.columns import check_kinds, packed_hidden, read_best, read_places, unpacked_hidden
+from logitless.sample.columns import check_kinds, packed_hidden, read_best, read_hidden, read_places, unpacked_hidden
 
 HERE = Path("t.parquet")
 
@@ -76,3 +76,14 @@ def test_fp8_has_the_whole_range_beneath_a_tokens_largest_entry():
     assert torch.allclose(unpacked_hidden(packed_hidden(hidden, "fp8"), "fp8")[1], hidden[1], rtol=1e-6)
     across = hidden.T.bfloat16()
     assert torch.equal(unpacked_hidden(packed_hidden(across, "bfloat16"), "bfloat16"), across)
+
+
+def test_hidden_states_of_a_part_of_a_table_are_its_own_and_each_entry_is_a_number():
+    states = torch.arange(12.0).bfloat16().reshape(3, 4)
+    states[0, 3] = torch.nan
+    rows = [row.view(torch.uint8).numpy().tobytes() for row in states]
+    columns = {"logsumexp": pa.array([1.0] * 3, pa.float32()), "hidden": pa.array(rows, pa.binary(8))}
+    found = read_hidden(pa.table(columns).slice(1), "bfloat16", HERE)
+    assert torch.equal(unpacked_hidden(found, "bfloat16"), states[1:])
+    with pytest.raises(DataError, match="expected hidden states that are finite, got 1 of 3 rows otherwise"):
+        read_hidden(pa.table(columns), "bfloat16", HERE)
