@@ -119,8 +119,11 @@ def test_a_depth_past_the_end_is_zero_with_a_live_graph():
     hiddens, labels = make_batch()
     head = make_head()
     found = multi_token_cross_entropy(hiddens, head, labels, first=T - 1)
-    assert found.each[0] > 0
+    last = dense_logits(hiddens[0][:, 0], head)
+    torch.testing.assert_close(found.each[0], F.cross_entropy(last, labels[:, -1]))
     assert found.each[1:].tolist() == [0, 0]
+    one = multi_token_cross_entropy(hiddens, head, labels.index_fill(0, torch.tensor(1), -100), first=T - 1)
+    torch.testing.assert_close(one.each[0], F.cross_entropy(last[:1], labels[:1, -1]))
     nothing = multi_token_cross_entropy(hiddens, head, labels, first=T)
     assert nothing.loss == 0
     assert all(not x.any() for x in gradients(nothing.loss, hiddens, [head]))
