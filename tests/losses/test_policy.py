@@ -365,8 +365,9 @@ def test_bad_input_is_named():
     for temperatures in ((0.0, 1.0), (1.0, 0.0)):
         with pytest.raises(OptionError, match="temperature_positive"):
             losses.sapo(x, x, x, *temperatures)
-    with pytest.raises(OptionError, match="clip"):
-        losses.gmpo(x, x, x[0], x, -1.0)
+    for clip in (-1.0, math.nan):
+        with pytest.raises(OptionError, match=f"^clip must be at least 0, got {clip}$"):
+            losses.gmpo(x, x, x[0], x, clip)
     for loss in (losses.gspo, losses.gmpo):
         with pytest.raises(ShapeError, match=r"^advantages must have one number per response, \(2,\), got \(2, 3\)"):
             loss(*torch.zeros(4, 2, 3))
