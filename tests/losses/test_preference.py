@@ -183,5 +183,6 @@ def test_bad_input_is_named():
         losses.discopop(x, x, x, x, tau=0.0)
     with pytest.raises(OptionError, match="beta"):
         losses.sppo_hard(x, x, x, x, beta=0.0)
-    with pytest.raises(OptionError, match="tau"):
-        losses.ipo(x, x, x, x, tau=0.0)
+    for tau in (0.0, math.nan):
+        with pytest.raises(OptionError, match=f"tau must be positive, got {tau}"):
+            losses.ipo(x, x, x, x, tau=tau)

@@ -257,7 +257,7 @@ def ipo(
     Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences",
     arXiv:2310.12036.
     """
-    if tau <= 0.0:
+    if not tau > 0.0:
         raise OptionError(f"tau must be positive, got {tau}")
     return (_log_ratio_margin(chosen, rejected, ref_chosen, ref_rejected) - 0.5 / tau).square()
 
