@@ -106,6 +106,12 @@ def test_tiles_are_set_once():
         tile_mlp(tiled, 4)
 
 
+def test_one_tile_is_the_model_as_it_was():
+    plain = model()
+    classes = [type(m) for m in plain.modules()]
+    assert [type(m) for m in tile_mlp(plain, 1).modules()] == classes
+
+
 def test_less_than_one_tile():
     with pytest.raises(OptionError, match="--mlp-tiles must be at least 1, got 0"):
         tile_mlp(model(), 0)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.errors import OptionError
 from logitless.models.catalog import from_config
-from logitless.models.positions import check_reach, parse_scaling, reach, scale
+from logitless.models.positions import check_reach, parse_scaling, plain, reach, reached, scale
 from logitless.models.presets import PRESETS
 
 SIZES = {
@@ -45,6 +45,34 @@ def test_what_a_configuration_reaches(given, expected):
     assert reach(given) == expected
 
 
+@pytest.mark.parametrize(
+    ("longest", "given", "expected"),
+    [
+        (64, {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}, 64),
+        (64, {"rope_type": "proportional", "factor": 4.0}, 64),
+        (64, {"rope_type": "linear"}, 64),  # without a factor
+        (64, YARN, 256),  # without the positions before
+        (256, {**YARN, "original_max_position_embeddings": 16}, 256),  # which are more than it makes of them
+        (65, {"rope_type": "linear", "factor": 1.5}, 97),  # of 97.5
+        (64, {"far": {"rope_type": "dynamic", "factor": 2.0}, "near": NEAR}, 64),  # every kind of layer counts
+        (64, {"far": {"rope_type": "dynamic", "factor": 2.0}, "sliding": NEAR}, 128),
+    ],
+)
+def test_what_is_stated_and_what_a_factor_makes_of_it(longest, given, expected):
+    assert reached(longest, given) == expected
+
+
+def test_layers_of_which_some_are_scaled_are_not_plain():
+    assert plain({"far": NEAR, "global": NEAR})
+    assert not plain({"far": LINEAR8, "global": NEAR})
+
+
+def test_positions_are_whole():
+    ours = config()
+    scale(ours, "yarn:1.55")
+    assert ours.max_position_embeddings == reach(ours) == 99  # of 99.2
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
 def test_a_scaling_is_the_one_that_transformers_reads(kind):
     """The same frequencies as of a configuration that had the scaling from the start."""
@@ -76,7 +104,7 @@ def test_a_scaling_of_layers_that_differ_reaches_as_far(kind):
 
 
 def test_a_context_past_the_positions_is_told_what_would_do():
-    with pytest.raises(OptionError, match=r"200: m has positions up to 64; --rope-scaling yarn:4 stretches them"):
+    with pytest.raises(OptionError, match=r"^--context-length 200: m has positions up to 64; --rope-scaling yarn:4 "):
         check_reach(config(), 200, "m")
     with pytest.raises(OptionError, match=r'"yarn", "factor": 4 in the rope_parameters of its config.json'):
         check_reach(config(), 200, "m", by_option=False)
@@ -94,8 +122,9 @@ def test_a_context_past_the_positions_is_told_what_would_do():
         check_reach(AutoConfig.for_model("gpt2", n_positions=48), 49, "m")
 
 
-@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "llama3:2", "4", ":4"])
+@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:inf", "llama3:2", "4", ":4"])
 def test_scalings_without_a_meaning(text):
+    assert parse_scaling("yarn:1") == ("yarn", 1.0)
     with pytest.raises(OptionError, match="--rope-scaling must be a kind"):
         parse_scaling(text)
 
