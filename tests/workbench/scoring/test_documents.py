@@ -40,6 +40,25 @@ def test_a_folder_in_the_order_of_its_names(tmp_path):
 def test_a_datasets_directory(tmp_path):
     Dataset.from_dict({"text": ["one", None, "two"]}).save_to_disk(tmp_path / "d")
     assert read(tmp_path / "d") == [("one", ""), ("", "null in the place of text"), ("two", "")]
+    Dataset.from_dict({"title": ["one"]}).save_to_disk(tmp_path / "e")
+    with pytest.raises(DataError, match=f"--data {tmp_path}/e: expected a column named text, content or messages"):
+        read(tmp_path / "e")
+
+
+def test_a_datasets_directory_of_conversations(tmp_path):
+    chats = [[{"role": "assistant", "content": x}] for x in "abcd"]
+    Dataset.from_dict({"messages": chats}).save_to_disk(tmp_path / "d")
+    pieces = list(Documents(tmp_path / "d", 4))
+    assert [p.name for p in pieces] == [f"{tmp_path}/d:{row}" for row in (1, 2, 3, 4)]
+    assert [p.done for p in pieces] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+def test_marks_and_ends_of_lines_of_other_systems(tmp_path):
+    """A byte-order mark is no text, a carriage return alone ends a line, and suffixes may be in capitals."""
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r{"text": "two"}\r\n{"text": "three"}')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbffour")
+    pq.write_table(pa.table({"text": ["five"]}), tmp_path / "c.PARQUET")
+    assert read(tmp_path) == [(text, "") for text in ("one", "two", "three", "four", "five")]
 
 
 BAD_LINES = {
@@ -95,6 +114,7 @@ def test_a_parquet_file_that_ends_early_gives_what_is_before(tmp_path):
     spoiled[third - 60 : third] = b"\xff" * 60  # the page's header
     path.write_bytes(bytes(spoiled))
     found = read(path)
+    assert list(Documents(path, 4))[-1].name == f"{path}:{len(found)}"
     good = [text for text, _ in found[:-1]]
     assert 130 < len(good) <= 200
     assert good == rows[: len(good)]
@@ -126,11 +146,23 @@ def test_a_long_document_comes_in_pieces_with_what_is_before_them(tmp_path, monk
 
 
 def test_each_piece_of_a_long_document_is_as_far_as_it_reaches(tmp_path, monkeypatch):
-    """Of the second document too."""
+    """Of the second document too, and of the second file."""
     monkeypatch.setattr(module, "PIECE", 50)
-    (tmp_path / "a.jsonl").write_text(2 * (json.dumps({"text": "x" * 1000}) + "\n"))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(2 * (json.dumps({"text": "x" * 1000}) + "\n"))
+    expected = [(i + 1) / 80 for i in range(80)]
+    assert [piece.done for piece in Documents(tmp_path, 2)] == pytest.approx(expected, abs=0.01)
     done = [piece.done for piece in Documents(tmp_path / "a.jsonl", 2)]
-    assert done == pytest.approx([(i + 1) / 40 for i in range(40)], abs=0.01)
+    assert done == pytest.approx(expected[1::2], abs=0.01)
+
+
+def test_a_table_that_is_smaller_than_its_text_is_never_further_than_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 500)
+    pq.write_table(pa.table({"text": ["x" * 50_000] * 2}), tmp_path / "a.parquet", compression="zstd")
+    assert len(read(tmp_path / "a.parquet")) == 200
+    done = [piece.done for piece in Documents(tmp_path / "a.parquet", 2)]
+    assert done[99] == pytest.approx(0.5)
+    assert max(done[:99]) <= 0.5
 
 
 def test_a_file_that_is_no_text_far_behind_gives_no_piece(tmp_path, monkeypatch):

@@ -41,6 +41,14 @@ def test_the_time_that_is_left(clock, terminal):
         assert lines[1] == " 40% · 3,000 tokens · 150 tokens/s · 0:01:00 left"
 
 
+def test_a_line_for_each_tenth():
+    file = io.StringIO()
+    with Progress(Console(file=file, width=120)) as progress:
+        for i in range(1, 65):
+            progress.passed(i / 64)
+    assert [line[:4] for line in file.getvalue().splitlines()] == [f"{i / 64:>4.0%}" for i in range(7, 64, 7)]
+
+
 def test_other_ranks_say_nothing(capsys):
     with Progress(None) as progress:
         progress.passed(0.5)
@@ -56,5 +64,5 @@ def test_a_few_skipped_documents_are_named():
         progress.problems([{"name": f"a:{i}", "why": "empty"} if i % 2 else {"name": "fine"} for i in range(40)])
     lines = file.getvalue().splitlines()
     assert lines[0] == "skipped a:1: empty"
-    assert len(lines) == module.MOST_PROBLEMS + 1
+    assert len(lines) == 10 + 1
     assert "counted at the end" in lines[-1]

@@ -76,7 +76,7 @@ def test_every_row_is_what_the_models_own_logits_say(micro, tmp_path, bos):
             _agrees(row, z, ids[here])
             nats, scored, size = nats - row["logprob"], scored + 1, size + 1
     assert found == {}
-    assert summary["scored_tokens"] == scored
+    assert summary["scored_tokens"] == summary["tokens_scored_now"] == scored
     assert summary["tokens"] == scored + (0 if start else summary["documents"] - summary["skipped"])
     assert summary["perplexity"] == pytest.approx(math.exp(nats / scored), rel=1e-6)
     assert summary["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
@@ -529,12 +529,14 @@ def test_texts_that_the_tokenizer_cannot_read_are_passed_over(micro, tmp_path):
     saved = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", chat_template=template)
     saved.save_pretrained(tmp_path / "model")
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": x}]} for x in "bc"]
-    rows = [{"text": "a b a"}, {"text": "a c"}, {"text": "b a"}, *chats]
+    rows = [{"text": "a b a"}, {"text": "a c"}, {"text": "b a"}, *chats, {"text": " "}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.parquet"))
-    assert (summary["documents"], summary["scored_tokens"]) == (5, 2 + 1 + 1)
-    assert [x["name"] for x in summary["skipped_documents"]] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 5)]
-    for skipped in summary["skipped_documents"]:
+    assert (summary["documents"], summary["scored_tokens"]) == (6, 2 + 1 + 1)
+    assert [x["name"] for x in summary["skipped_documents"]] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 5, 6)]
+    *unread, blank = summary["skipped_documents"]
+    assert blank["why"] == "no token in it"
+    for skipped in unread:
         assert skipped["why"].startswith(f"the tokenizer at {tmp_path}/model cannot read this text: WordLevel error")
 
 

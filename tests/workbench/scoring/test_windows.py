@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.workbench.scoring.windows import Batch, Tokens, batches, windows
+from logitless.workbench.scoring.windows import Batch, Tokens, Window, batches, windows
 
 
 @given(st.integers(0, 60), st.integers(2, 20), st.integers(1, 20), st.integers(0, 25))
@@ -20,7 +20,7 @@ def test_every_token_is_scored_once_and_no_window_is_too_long(n, context, stride
         assert w.start < w.new < w.end
         seen = w.new - w.start
         assert seen == w.new if w.start == 0 else seen >= context + 1 - stride
-        assert i == 0 or w.end - w.new <= stride
+        assert i == 0 or w.end - w.new == (stride if i < len(found) - 1 else min(stride, w.end - w.new))
 
 
 def test_batches_hold_windows_of_one_length_and_keep_to_their_size():
@@ -33,6 +33,19 @@ def test_batches_hold_windows_of_one_length_and_keep_to_their_size():
     longest = [max(w.fed for w in b) for b in grouped]
     assert longest == sorted(longest, reverse=True)
     assert list(batches([], 48)) == []
+    assert [len(batch) for batch in batches([Window(i, 0, 1, 9) for i in range(5)], 16)] == [
+        2,
+        2,
+        1,
+    ]  # 8 are fed of each
+
+
+def test_a_window_of_which_nothing_is_scored_is_not_fed():
+    """As of a long question in a conversation."""
+    said = np.zeros(30, dtype=bool)
+    said[[2, 3, 28]] = True
+    found = list(windows(Tokens(np.arange(30), 0, said), 0, 8, 4))
+    assert [(w.new, w.end) for w in found] == [(1, 9), (25, 29)]
 
 
 @pytest.mark.parametrize("before", [0, 2])
