@@ -13,7 +13,19 @@ from rich.console import Console
 from logitless.workbench.grade.comparison.criteria import MET, NOT_MET, NOT_SHOWN, criteria
 from logitless.workbench.grade.comparison.curves import curves, draw
 from logitless.workbench.grade.comparison.intervals import differences, interval, ratios, t95
-from logitless.workbench.grade.comparison.report import PAGE_FILE, PLOT_FILE, show, table, write_page
+from logitless.workbench.grade.comparison.report import (
+    PAGE_FILE,
+    PLOT_FILE,
+    _criteria,
+    _less,
+    _lines,
+    _methods,
+    _said,
+    relative,
+    show,
+    table,
+    write_page,
+)
 
 METHODS = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
 
@@ -80,6 +92,36 @@ def test_differences_beyond_the_legacys_noise_do_not():
     assert found["gumbel", "gumbel_legacy", "test reward"] == (NOT_SHOWN, "too few seeds to tell")
     assert found["ste", "reinforce", "gradient variance"][0] == NOT_MET
     assert found["ste", "ppo", "test reward"][0] == NOT_MET
+
+
+@pytest.mark.parametrize(
+    ("memory", "variance", "memory_verdict", "variance_verdict"),
+    [(30, 14.1, MET, MET), (31, 13.9, NOT_MET, NOT_MET)],
+)
+def test_four_times_less_memory_and_fourteen_times_less_variance(memory, variance, memory_verdict, variance_verdict):
+    """Of 120 MiB, by the seed that takes the most; and not nearly so."""
+    found = verdicts(
+        ste=lambda n: {"memory_bytes": (memory if n == 1 else 20) << 20, "variances": [1.0, 1.0]},
+        reinforce=lambda n: {"variances": [variance, 100.0]},
+    )
+    assert found["ste", "ste_legacy", "memory"][0] == memory_verdict
+    assert found["ste", "reinforce", "gradient variance"][0] == variance_verdict
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(("errors", "verdict"), [(1.3, MET), (1.5, NOT_MET)])
+def test_alike_is_what_two_seeds_of_the_legacy_differ_by(errors, verdict, sign):
+    """In root mean square: √2 standard deviations of one, to either side."""
+    rewards = [0.5, 0.7, 0.6, 0.9]
+    off = sign * errors * stdev(rewards)
+    found = verdicts(4, ste=lambda n: {"reward": rewards[n] + off}, ste_legacy=lambda n: {"reward": rewards[n]})
+    assert found["ste", "ste_legacy", "reward in training"][0] == verdict
+
+
+@pytest.mark.parametrize(("more", "verdict"), [(0.01, MET), (-0.01, NOT_MET), (0.0, NOT_MET)])
+def test_better_is_above_in_every_seed_alike(more, verdict):
+    found = verdicts(ppo=lambda n: {"test": 0.5 + 0.1 * n}, ste=lambda n: {"test": 0.5 + 0.1 * n + more})
+    assert found["ste", "ppo", "test reward"][0] == verdict
 
 
 def test_what_is_promised_of_the_variance_holds_at_each_look():
@@ -197,6 +239,26 @@ def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     assert "<td>ste</td><td>after</td><td>0.250</td><td>once</td><td> &lt;up&gt;</td>" in page
     assert "±0.000" not in text
     assert json.loads(json.dumps(summary)) == summary
+
+
+def test_the_numbers_of_a_row():
+    runs = [one("ste", n, test=0.8 + 0.02 * n, kl=3.0, variance=1.0, memory_bytes=(20 + n) << 20) for n in range(3)]
+    found = table(runs) | {"seeds": 3, "left_out": {}}
+    assert list(_methods(found)) == [["ste", "0.820", "0.30", "0.770-0.870", "3.00", "+0.010", "55", "2.00", "22 MiB"]]
+    assert next(_lines(found)) == "validation reward before: 0.300; reward, sd: of 128 test samples"
+    other = [one("ppo", n, test=0.7) for n in range(3)]
+    assert table([*runs, *other])["methods"]["ppo"]["test_reward_minus_ste"]["mean"] == pytest.approx(-0.12)
+    assert relative({"grad_variance": 1.0, "grad_mean_square": 0.0}) == math.inf
+
+
+def test_a_ratio_is_also_said_the_other_way_round():
+    ratio = {"mean": 0.25, "low": 0.2, "high": 0.5, "values": [0.2, 0.25, 0.5]}
+    assert _said(ratio, times=True) == "0.25 × (0.2 to 0.5)"
+    assert _less(ratio) == "4× less (2 to 5)"
+    row = {"criterion": "gradient variance", "method": "ste", "against": "ppo", "expected": "", "verdict": MET}
+    assert [*_criteria({"criteria": [row | {"measured": ratio, "why": ""}]})] == [
+        [MET, "ste: gradient variance against ppo", "4× less (2 to 5)"]
+    ]
 
 
 @pytest.mark.parametrize("variance", [0.0, None])
