@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from logitless.workbench.grade.comparison.criteria import MET, NOT_MET, NOT_SHOWN, criteria
-from logitless.workbench.grade.comparison.curves import curves, draw
+from logitless.workbench.grade.comparison.curves import PANELS, curves, draw
 from logitless.workbench.grade.comparison.intervals import differences, interval, ratios, t95
 from logitless.workbench.grade.comparison.report import (
     PAGE_FILE,
@@ -118,9 +118,12 @@ def test_alike_is_what_two_seeds_of_the_legacy_differ_by(errors, verdict, sign):
     assert found["ste", "ste_legacy", "reward in training"][0] == verdict
 
 
-@pytest.mark.parametrize(("more", "verdict"), [(0.01, MET), (-0.01, NOT_MET), (0.0, NOT_MET)])
-def test_better_is_above_in_every_seed_alike(more, verdict):
-    found = verdicts(ppo=lambda n: {"test": 0.5 + 0.1 * n}, ste=lambda n: {"test": 0.5 + 0.1 * n + more})
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [((0.01, 0.01), MET), ((-0.01, -0.01), NOT_MET), ((0.0, 0.0), NOT_MET), ((0.02, -0.01), NOT_SHOWN)],
+)
+def test_better_is_above_by_the_whole_interval(more, verdict):
+    found = verdicts(ppo=lambda n: {"test": 0.5 + 0.1 * n}, ste=lambda n: {"test": 0.5 + 0.1 * n + more[n % 2]})
     assert found["ste", "ppo", "test reward"][0] == verdict
 
 
@@ -157,6 +160,30 @@ def test_a_legacy_that_does_not_fit_shows_nothing_and_says_why():
     assert ("ste", "reinforce", "gradient variance") in found
 
 
+def test_what_did_not_run_or_was_not_measured_shows_nothing_and_says_why():
+    found = verdicts(methods=("ste", "gumbel_legacy"))
+    assert found["ste", "ste_legacy", "memory"] == (NOT_SHOWN, "ste_legacy did not run")
+    assert found["gumbel", "gumbel_legacy", "test reward"] == (NOT_SHOWN, "gumbel did not run")
+    found = verdicts(ste=lambda n: {"memory_bytes": None if n else 20 << 20, "variances": []})
+    assert found["ste", "ste_legacy", "memory"] == (NOT_SHOWN, "not measured by the version that began a run")
+    why = "not measured: --variance-samples 2 or more"
+    assert found["ste", "reinforce", "gradient variance"] == (NOT_SHOWN, why)
+
+
+def test_what_is_expected_is_said():
+    expected = {
+        x["criterion"]: x["expected"] for x in criteria({m: [one(m, n) for n in range(3)] for m in METHODS}, {})
+    }
+    assert expected["memory"] == "4× less than gumbel_legacy"
+    assert expected["gradient variance"] == "14× lower than reinforce's at each look"
+    assert expected["KL in training"].startswith("as gumbel_legacy's ±")
+
+
+def test_variances_of_looks_are_compared_by_their_geometric_mean():
+    runs = [one(m, n, variances=[1.0, x]) for m, x in (("ste", 100.0), ("ste_legacy", 1.0)) for n in range(3)]
+    assert table(runs)["beside_legacy"]["ste"]["grad_variance"]["mean"] == pytest.approx(10.0)
+
+
 def test_pairs_are_of_one_seed():
     """What all methods share in a seed is in no difference; unpaired, the same numbers would be five times as wide."""
     ours, theirs = ([one(m, n)["training"]["reward"] + 1e-3 * n * (m == "ste") for n in range(5)] for m in METHODS[::4])
@@ -189,6 +216,12 @@ def test_students_t_of_any_number_of_seeds():
     known = {
         1: 12.7062,
         2: 4.3027,
+        3: 3.1824,
+        4: 2.7764,
+        5: 2.5706,
+        6: 2.4469,
+        7: 2.3646,
+        8: 2.3060,
         9: 2.2622,
         10: 2.2281,
         12: 2.1788,
@@ -207,6 +240,14 @@ def test_curves_have_intervals_over_seeds():
     assert point == {"step": 2, **interval([0.2 + 0.01 * n for n in range(3)])}
     assert found["grad_variance"]["ste"][0]["mean"] == pytest.approx(math.e)
     assert not any("low" in x for of in curves(records(1)).values() for points in of.values() for x in points)
+
+
+def test_curves_of_a_gradient_that_does_not_vary_and_of_memory():
+    """No logarithm is taken of 0; memory is in MiB, as its panel says."""
+    still = [r | {"grad_variance": 0.0} if r["seed"] == 0 else r for r in records(2)]
+    assert curves(still)["grad_variance"]["ste"][0]["mean"] == pytest.approx(math.e / 2)
+    (memory,) = (value for key, _, value in PANELS if key == "memory_bytes")
+    assert memory({"memory_bytes": 3 << 20}) == 3.0
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])
