@@ -1,5 +1,9 @@
 """GGUF files: what a header says, transformers' model out of one, and one line for what is none or damaged."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     Lfm2Config,
     MambaConfig,
@@ -21,7 +26,15 @@ from logitless.errors import ConfigError
 from logitless.models.catalog import shape_of
 from logitless.models.gguf.config import complete
 from logitless.models.gguf.convert import convert
-from logitless.models.gguf.header import Header, config_fields, file_of, read_header
+from logitless.models.gguf.header import (
+    Header,
+    _check_layers,
+    _check_sizes,
+    config_fields,
+    file_of,
+    linear_scaling,
+    read_header,
+)
 from logitless.models.positions import reach
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
@@ -76,6 +89,56 @@ def test_names_that_lead_to_a_file(file, tmp_path):
             file_of(name)
 
 
+def test_names_in_capitals(file):
+    place = file.rename(file.with_suffix(".GGUF"))
+    assert file_of(str(place)) == place
+
+
+def test_fields_by_transformers_names():
+    """A size of 0 is none, and a head of its own a tensor."""
+    told = {"embedding_length": 32, "expert_count": 8, "expert_feed_forward_length": 24, "attention.sliding_window": 0}
+    header = Header("qwen3moe", {f"qwen3moe.{key}": x for key, x in told.items()}, {"token_embd.weight": (320, 32)})
+    expected = {"model_type": "qwen3_moe", "vocab_size": 320, "hidden_size": 32, "tie_word_embeddings": True}
+    assert config_fields(Path("m"), header) == expected | {"num_experts": 8, "moe_intermediate_size": 24}
+    header.shapes["output.weight"] = (320, 32)
+    assert not config_fields(Path("m"), header)["tie_word_embeddings"]
+    for architecture, kind in (("gemma3", "gemma3_text"), ("qwen2moe", "qwen2_moe"), ("llama", "llama")):
+        assert config_fields(Path("m"), Header(architecture, {}, header.shapes))["model_type"] == kind
+    with pytest.raises(ConfigError, match=r"expected a language model, this GGUF file has no token_embd\.weight"):
+        config_fields(Path("m"), Header("clip", {}, {}))
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, -2.0, float("inf"), float("nan"), "4", None])
+def test_a_factor_that_stretches_nothing(factor):
+    told = {"m.rope.scaling.type": "linear", "m.rope.scaling.factor": factor}
+    assert linear_scaling(Header("m", told, {})) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "shapes", "said"),
+    [
+        ({"expert_feed_forward_length": 24}, {"ffn_down_exps.weight": (4, 32, 64)}, r"says \(4, 32, 24\)"),
+        ({}, {"ffn_down_exps.weight": (4, 32, 24)}, r"says \(4, 32, 64\)"),
+        ({}, {"ffn_down_exps.weight": (4, 32, 64), "ffn_down.weight": (32, 64)}, None),
+        ({"attention.key_length": 64}, {"attn_k.weight": (32, 32)}, r"says \(64, 32\)"),
+        ({"attention.key_length": 64, "attention.key_length_swa": 32}, {"attn_k.weight": (32, 32)}, None),
+        ({"block_count": 1}, {}, "its header says 1 layers, its tensors are of 2"),
+        ({"block_count": 2}, {"blk.2.attn_k.weight": (16, 32)}, "its tensors are of 2; get it anew"),
+    ],
+)
+def test_sizes_of_experts_and_of_heads_of_two_kinds(told, shapes, said):
+    usual = {"expert_count": 4, "embedding_length": 32, "feed_forward_length": 64, "block_count": 2}
+    usual |= {"attention.head_count": 2, "attention.head_count_kv": 1}
+    other = {} if "blk.2.attn_k.weight" in shapes else {"blk.1.attn_q.weight": (32, 32)}
+    tensors = {name if name.startswith("blk") else f"blk.0.{name}": x for name, x in shapes.items()} | other
+    header = Header(
+        "m", {f"m.{key}": x for key, x in (usual | told).items()}, {"blk.0.attn_q.weight": (32, 32)} | tensors
+    )
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        _check_layers(Path("m"), header)
+        _check_sizes(Path("m"), header)
+
+
 def put(path, at: int, what: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[at : at + len(what)] = what
@@ -86,6 +149,7 @@ DAMAGES = {
     "empty": (lambda path: cut(path, 0), "expected a GGUF file, which begins with GGUF"),
     "another kind of file": (lambda path: put(path, 0, b"PK\3\4"), "expected a GGUF file, which begins with GGUF"),
     "a version of the future": (lambda path: put(path, 4, b"\x09"), "expected GGUF version 2 or 3, got 9"),
+    "a version of the past": (lambda path: put(path, 4, b"\x01"), "expected GGUF version 2 or 3, got 1"),
     "cut within the header": (lambda path: cut(path, 200), "damaged or cut short"),
     "cut behind the magic": (lambda path: cut(path, 6), "damaged or cut short"),
     "a length without end": (lambda path: put(path, 24, b"\xff" * 8), "damaged or cut short"),
@@ -359,6 +423,40 @@ def test_the_largest_gemma_2_is_scaled_by_its_width(layers, scalar):
     config = Gemma2Config(**{**PLAIN, "num_hidden_layers": layers}, head_dim=24)
     complete(config, Header("gemma2", {"gemma2.block_count": layers}, {}))
     assert config.query_pre_attn_scalar == scalar
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(62, 16), (48, 24)])
+def test_the_largest_gemma_3_too(layers, scalar):
+    config = Gemma3TextConfig(**{**PLAIN, "num_hidden_layers": layers}, head_dim=24)
+    far, near = (config.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention"))
+    told = {"block_count": layers, "rope.freq_base": 2.0 * far, "attention.sliding_window": 0}
+    complete(config, Header("gemma3", {f"gemma3.{key}": x for key, x in told.items()}, {}))
+    assert config.query_pre_attn_scalar == scalar
+    thetas = [config.rope_parameters[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")]
+    assert thetas == [2.0 * far, near]
+    assert config.sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("expert_feed_forward_length", 24, "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", 40, "shared_expert_intermediate_size"),
+        ("context_length", 48, "n_positions"),
+        *(("attention.layer_norm_epsilon", 1e-2, name) for name in ("layer_norm_eps", "layer_norm_epsilon")),
+        *(("attention.layer_norm_epsilon", 1e-2, name) for name in ("norm_epsilon", "norm_eps")),
+    ],
+)
+def test_a_field_is_what_the_header_says(key, value, name):
+    config = SimpleNamespace(**{name: 1})
+    complete(config, Header("m", {f"m.{key}": value}, {}))
+    assert vars(config) == {name: value}
+
+
+def test_heads_of_two_sizes_stay_what_transformers_read():
+    config = SimpleNamespace(head_dim=256)
+    complete(config, Header("m", {"m.attention.key_length": 512, "m.attention.key_length_swa": 256}, {}))
+    assert config.head_dim == 256
 
 
 def test_a_plan_of_a_model_that_its_header_does_not_describe(tmp_path):
