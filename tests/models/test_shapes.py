@@ -59,6 +59,17 @@ def test_any_configuration_has_exactly_transformers_parameters(variant):
     assert shape.parameters == instantiated(config)
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{x}" for x in v.values()))
+def test_the_largest_layer_and_its_last_matrix_are_transformers(variant):
+    config = {k: v for k, v in {**SMALL, **variant}.items() if v is not None}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    shape = from_config(config, "x")
+    assert shape.largest_layer == max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
+    last = ("mlp.down_proj.weight", "experts.down_proj")
+    assert shape.last_matrix == max(p.numel() for name, p in model.named_parameters() if name.endswith(last))
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),  # as their authors publish them
     [
