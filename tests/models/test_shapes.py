@@ -59,8 +59,11 @@ def test_any_configuration_has_exactly_transformers_parameters(variant):
     assert shape.parameters == instantiated(config)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{x}" for x in v.values()))
-def test_the_largest_layer_and_its_last_matrix_are_transformers(variant):
+WIDE = {"model_type": "qwen3_moe", **EXPERTS, "intermediate_size": 512}  # of a dense MLP that no layer has
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, WIDE], ids=lambda v: "-".join(f"{x}" for x in v.values()))
+def test_the_largest_layer_its_last_matrix_and_vectors_are_transformers(variant):
     config = {k: v for k, v in {**SMALL, **variant}.items() if v is not None}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -68,6 +71,8 @@ def test_the_largest_layer_and_its_last_matrix_are_transformers(variant):
     assert shape.largest_layer == max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
     last = ("mlp.down_proj.weight", "experts.down_proj")
     assert shape.last_matrix == max(p.numel() for name, p in model.named_parameters() if name.endswith(last))
+    if not shape.mlp_bias:
+        assert shape.vectors == sum(p.numel() for p in model.parameters() if p.dim() == 1)
 
 
 @pytest.mark.parametrize(

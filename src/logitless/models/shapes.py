@@ -119,7 +119,8 @@ class ModelShape:
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer, what a sharded model gathers at a time; of the uncounted its equal part."""
-        return max(self.dense_layer, self.moe_layer if self.moe_layers else 0) + self.uncounted // self.layers
+        dense = self.dense_layer if self.moe_layers < self.layers else 0
+        return max(dense, self.moe_layer if self.moe_layers else 0) + self.uncounted // self.layers
 
     @property
     def last_matrix(self) -> int:
