@@ -1,5 +1,6 @@
 """GGUF files: what a header says, transformers' model out of one, and one line for what is none or damaged."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from transformers import (
 from logitless.errors import ConfigError
 from logitless.models.catalog import shape_of
 from logitless.models.gguf.config import complete
-from logitless.models.gguf.convert import convert
+from logitless.models.gguf.convert import _drop_unknown, convert
 from logitless.models.gguf.header import (
     Header,
     _check_layers,
@@ -35,6 +36,7 @@ from logitless.models.gguf.header import (
     linear_scaling,
     read_header,
 )
+from logitless.models.gguf.positions import rope_parameters
 from logitless.models.positions import reach
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
@@ -186,6 +188,7 @@ def ones(*shape: int) -> np.ndarray:
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NEAR_AND_FAR = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 10000.0}
 
 
@@ -231,6 +234,7 @@ OTHERS = {  # what a file has beside or in the place of the model's tensors, and
     "YaRN": ({"stretched": ("yarn", 4.0)}, r"not read from GGUF files \(rope.scaling.type yarn\)"),
     "LongRoPE": ({"rope_factors_long.weight": ones(8)}, "not read from GGUF files"),
     "other divisors": ({"rope_freqs.weight": ones(8) * 4}, "not read from GGUF files"),
+    "divisors that are near": ({"rope_freqs.weight": divisors() * np.float32(1.001)}, "not read from GGUF files"),
     "divisors of other heads": ({"rope_freqs.weight": divisors()[:4]}, "not read from GGUF files"),
 }
 
@@ -288,6 +292,27 @@ def test_heads_that_are_turned_in_part_are_refused_where_transformers_turns_them
     file = gguf_of(tmp_path / "part.gguf", "llama", micro_llama(), values)
     with pytest.raises(ConfigError, match=r"its positions turn 8 numbers of a head's 16, those of .* llama model all"):
         convert(file, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+        ({"full_attention": NEAR_AND_FAR, "sliding_attention": NEAR_AND_FAR}, {"rope.dimension_count": 8}),
+    ],
+)
+def test_what_transformers_reads_of_positions_stays(known, told):
+    """Of a stretch that it knows, and of layers that differ."""
+    config = SimpleNamespace(rope_parameters=known, head_dim=16, model_type="m")
+    header = Header("m", {f"m.{key}": x for key, x in told.items()}, {})
+    assert rope_parameters(Path("m"), header, config) == known
+
+
+def test_tokens_behind_the_last_row_are_left_out(tmp_path):
+    tokens = [{"id": i, "content": f"<{i}>"} for i in (1, 319, 320, 400)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    _drop_unknown(tmp_path / "tokenizer.json", 320)
+    assert json.loads((tmp_path / "tokenizer.json").read_text()) == {"added_tokens": tokens[:2]}
 
 
 def test_a_part_of_a_file_says_so(tmp_path):

@@ -298,6 +298,16 @@ def test_documents_of_a_batch():
     assert documents(None, torch.tensor([[5]]), key, 1) == [(0, 0, 6), (1, 0, 6)]
 
 
+def test_how_many_blocks_and_queries():
+    """The first block and the two nearest at least; as many queries at once as fit, three numbers for each key."""
+    assert [NSAOptions(selected=1).blocks_of_a_query(keys) for keys in (64, 65, 10_000)] == [1, 2, 3]
+    options, keys, budget = NSAOptions(), 4096, 1 << 20
+    each = 3 * 4 * 2 * ((keys - 32) // 16 + 1 + 512)
+    count = options.chunk(2, keys, budget)
+    assert count * each <= budget < (count + 1) * each
+    assert [options.chunk(2, keys, size) for size in (1, 1 << 40)] == [1, 512]
+
+
 @pytest.mark.parametrize(("change", "message"), [({"block": 30}, "multiple of stride 16"), ({"window": 0}, "at least")])
 def test_sizes_without_a_meaning(change, message):
     with pytest.raises(OptionError, match=message):
