@@ -9,7 +9,7 @@ from logitless.models.instances import checkpoint_layers
 from logitless.models.nsa import attention
 from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NAME, attach, documents, padding
-from logitless.models.nsa.options import NSAOptions
+from logitless.models.nsa.options import NSAOptions, options_of
 from logitless.models.nsa.saved import load, load_parameters
 from logitless.models.nsa.selected import selected_attention
 from tests.support.allocations import largest_allocation, peak_new_bytes
@@ -298,6 +298,19 @@ def test_documents_of_a_batch():
     assert documents(None, torch.tensor([[5]]), key, 1) == [(0, 0, 6), (1, 0, 6)]
 
 
+def test_the_sizes_of_a_configuration():
+    """The paper's, where it names none."""
+    usual = {"block": 32, "stride": 16, "selected_block": 64, "selected": 16, "window": 512}
+    config = AutoConfig.for_model("qwen3")
+    assert options_of(config).to_dict() == usual
+    config.nsa = {"window": 64}
+    assert options_of(config).to_dict() == usual | {"window": 64}
+    for wrong in ({"window": 64.0}, {"window": True}, {"width": 64}, [64]):
+        config.nsa = wrong
+        with pytest.raises(ConfigError, match=r"nsa: expected whole numbers for some of block, .* got [{\[]"):
+            options_of(config)
+
+
 def test_how_many_blocks_and_queries():
     """The first block and the two nearest at least; as many queries at once as fit, three numbers for each key."""
     assert [NSAOptions(selected=1).blocks_of_a_query(keys) for keys in (64, 65, 10_000)] == [1, 2, 3]
@@ -308,7 +321,14 @@ def test_how_many_blocks_and_queries():
     assert [options.chunk(2, keys, size) for size in (1, 1 << 40)] == [1, 512]
 
 
-@pytest.mark.parametrize(("change", "message"), [({"block": 30}, "multiple of stride 16"), ({"window": 0}, "at least")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block": 30}, "nsa block must be a multiple of stride 16, got 30"),
+        ({"selected_block": 40}, "nsa selected_block must be a multiple of stride 16, got 40"),
+        ({"window": 0}, "nsa window must be at least 1, got 0"),
+    ],
+)
 def test_sizes_without_a_meaning(change, message):
     with pytest.raises(OptionError, match=message):
         NSAOptions(**change).check()
