@@ -25,14 +25,14 @@ def test_the_words_are_torchs():
         np.testing.assert_array_equal(a, b.numpy())
 
 
-@pytest.mark.parametrize("first", [0, 77])
-def test_noise_is_torchs(first):
+@pytest.mark.parametrize(("first", "width"), [(0, 901), (77, 900), (79, 3)])  # from and to within blocks of four
+def test_noise_is_torchs(first, width):
     seeds, positions = np.array([3, -1, 2**62, 0]), np.array([0, 5, 7, 2**40])
     keys = Noise(seeds, positions).expand((4,))
-    want = torch_noise.gumbel(torch.tensor(seeds), torch.tensor(positions), slice(first, first + 901)).numpy()
-    run, each = (jax.jit(f) for f in (lambda k, i: k.gumbel_from(i, 901), lambda k, ids: k.gumbel(ids)))
+    want = torch_noise.gumbel(torch.tensor(seeds), torch.tensor(positions), slice(first, first + width)).numpy()
+    run, each = (jax.jit(f) for f in (lambda k, i: k.gumbel_from(i, width), lambda k, ids: k.gumbel(ids)))
     np.testing.assert_allclose(run(keys, first), want, 1e-6, 1e-6)
-    np.testing.assert_allclose(each(keys, jnp.arange(first, first + 901)), want, 1e-6, 1e-6)
+    np.testing.assert_allclose(each(keys, jnp.arange(first, first + width)), want, 1e-6, 1e-6)
 
 
 def test_noise_at_both_ends():
