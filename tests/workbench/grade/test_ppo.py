@@ -112,6 +112,8 @@ def test_a_step_moves_the_parameters_four_times_and_a_checkpoint_keeps_the_value
     assert len(ppo.step([batch(), batch()], 1.0, apply)) == 2
     assert len(moved) == 4
     assert all(norm > 0 for norm in moved)
+    ppo.step([batch()], 1.0, apply)
+    assert moved[:4] == pytest.approx(moved[4:])  # of the mean of batches
     kept = {name: x.clone() for name, x in ppo.state().items()}
     torch.nn.init.zeros_(ppo.value.weight)
     ppo.load(kept)
