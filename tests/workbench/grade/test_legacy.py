@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
 
+from logitless.algebra.costs import whole_rollout_bytes
 from logitless.errors import OptionError
 from logitless.models.instances import with_adapters
 from logitless.workbench.grade import legacy
@@ -60,6 +61,15 @@ def test_the_kl_is_in_the_loss():
         exact, *_ = gradient(task_of(method))
         without, *_ = gradient(task_of(method, beta=0.0))
         assert float((exact - without).norm() / exact.norm()) > 0.05
+
+
+def test_a_batch_needs_what_each_position_keeps():
+    """Counted of few positions, as of many."""
+    policy = task_of("ste").readers()[0]
+    each = (legacy._kept_bytes(policy, 96) - legacy._kept_bytes(policy, 32)) // 64
+    need, less = (whole_rollout_bytes(2, STEPS, V, prompt=4, position_bytes=x) for x in (each, each * 0.9))
+    assert need - less > 0.02 * need
+    assert legacy.rollout_bytes(policy, 2, 4, STEPS) == pytest.approx(need, rel=0.02)
 
 
 def test_every_method_has_its_name_in_the_options():
