@@ -259,8 +259,16 @@ def test_a_record_of_no_entries_from_ragged_chunks():
 def test_forbidden_ids_of_any_array():
     options = {"temperature": 0, "keep": 1}
     hidden, head = jnp.ones((1, 4)), LMHead(jnp.eye(9, 4))
-    for ids in ((0, 1), [0, 1], np.arange(2), jnp.arange(2)):
+    for ids in ((0, 1), [0, 1], np.arange(2), jnp.arange(2), (0, 1) * 5):
         assert sample_tokens(hidden, head, forbidden=ids, **options).token.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"), [((8, 9), "9"), ((-1,), "-1"), (tuple(range(9)), "all of them"), ((*range(9), 0), "all of them")]
+)
+def test_forbidden_ids_that_are_none_or_all(ids, got):
+    with pytest.raises(OptionError, match=rf"forbidden: expected some of the ids 0\.\.8, got {got}$"):
+        sample_tokens(jnp.ones((1, 4)), LMHead(jnp.eye(9, 4)), temperature=0, keep=1, forbidden=ids)
 
 
 def test_without_jit():
