@@ -13,6 +13,7 @@ from logitless.units import format_bytes
 from logitless.workbench.sft.data import prepare
 from logitless.workbench.sft.stepcost import measure, measure_here
 from logitless.workbench.sources.model import load_tokenizer, resolve
+from tests.support.workbench.micro import micro_directory, micro_model
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 37.00 GiB.\nGPU 0 has a total\nof which\nis free")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried")
@@ -89,3 +90,19 @@ def test_a_process_that_ends_early_keeps_what_it_measured(micro, tokens, monkeyp
     done = CompletedProcess([], status, f"noise\n{line}\n", said)
     monkeypatch.setattr("logitless.workbench.sft.stepcost.subprocess.run", lambda *_, **__: done)
     assert measure(micro.config, tokens) == {"logitless": found, "dense": {"not_measured": why}}
+
+
+def test_a_step_is_measured_in_training(micro, tokens, monkeypatch, tmp_path):
+    """A model with weights is loaded for evaluation, in which nothing is checkpointed."""
+    micro_model().save_pretrained(tmp_path / "model")
+    micro_directory(tmp_path / "model")
+    seen = []
+
+    def step(model, *_):
+        seen.append(model.training)
+        return 1.0
+
+    monkeypatch.setattr("logitless.workbench.sft.stepcost._step", step)
+    for _, result in measure_here(replace(micro.config, model=str(tmp_path / "model")), tokens):
+        assert result["loss"] == 1.0
+    assert seen == [True] * 4  # a first call and the one that is measured, of each method
