@@ -79,10 +79,34 @@ def test_different_losses_fail(monkeypatch, capsys, part):
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+def test_what_is_compared(monkeypatch):
+    """Tokens that are ignored and both ends of the vocabulary, in slices that end everywhere."""
+    given = []
+
+    def loss(hidden, head, labels, **options):
+        given.append((labels.tolist(), options["memory_budget"]))
+        return verify.dense_cross_entropy(hidden, head, labels, reduction=options["reduction"])
+
+    monkeypatch.setattr(verify, "linear_cross_entropy", loss)
+    verify.checks(1000, torch.device("cpu"))
+    assert len(given) == 4
+    for labels, budget in given:
+        assert (labels[0], labels[-1], labels.count(-100)) == (0, 999, 11)
+        assert budget == 64 * 1000 * 4 // 7
+
+
+def test_no_number_is_an_error_without_end():
+    one = torch.ones(2)
+    assert verify._relative(torch.tensor([1.0, 1.5]), 2 * one) == 0.5
+    for wrong in (None, one * float("nan")):
+        assert verify._relative(wrong, one) == float("inf")
+
+
 def test_the_check_fits_for_any_vocabulary():
     for vocab in (2, 1000, 151_936, 10**7):
         assert 2 <= verify.check_size(vocab) <= verify.TOKENS
         assert verify.check_size(vocab) * vocab * 8 <= verify.DENSE_BYTES
+    assert [verify.check_size(vocab) for vocab in (1000, 151_936, 10**7, 10**8)] == [64, 64, 3, 2]
     assert all(check.holds for check in verify.checks(7, torch.device("cpu")))
 
 
