@@ -43,6 +43,7 @@ LAUNCHER = ["accelerate.commands.launch", "--num_machines", 1, "--mixed_precisio
             "mixed_precision bf16, .*ion no; --mixed-precision bf16 is this command's own",
         ),
         ("ddp", {"ACCELERATE_USE_DEEPSPEED": "true"}, "use_deepspeed true, .*; --sharding fsdp2 divides the model"),
+        ("ddp", {"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm true, .*; --sharding fsdp2 divides the model"),
         ("ddp", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "use_parallelism_config true"),
         ("ddp", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend inductor, .* dynamo_backend no"),
     ],
