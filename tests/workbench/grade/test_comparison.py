@@ -296,6 +296,7 @@ def test_a_ratio_is_also_said_the_other_way_round():
     ratio = {"mean": 0.25, "low": 0.2, "high": 0.5, "values": [0.2, 0.25, 0.5]}
     assert _said(ratio, times=True) == "0.25 × (0.2 to 0.5)"
     assert _less(ratio) == "4× less (2 to 5)"
+    assert _said({"mean": 1.0, "low": 1.0, "high": 1.0, "values": [1.0] * 3}, times=True) == "1 ×"
     row = {"criterion": "gradient variance", "method": "ste", "against": "ppo", "expected": "", "verdict": MET}
     assert [*_criteria({"criteria": [row | {"measured": ratio, "why": ""}]})] == [
         [MET, "ste: gradient variance against ppo", "4× less (2 to 5)"]
