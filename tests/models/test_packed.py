@@ -59,6 +59,12 @@ def test_values_and_gradients_equal_the_definition(rows, queries, window, heads,
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def test_a_document_may_have_begun_before_the_first_key():
+    tensors, positions = problem(1, 2, 1, 9, 9), torch.arange(5, 14)[None]
+    ours, theirs = (attention(*tensors, positions, 0.7) for attention in (packed_attention, dense))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_one_row_of_positions_serves_a_batch():
     tensors, positions = problem(3, 2, 1, 9, 9), places([4, 5], keep=9)
     each = packed_attention(*tensors, positions.expand(3, -1), 0.5)
