@@ -25,11 +25,11 @@ def test_coverage_is_of_tokens_before_the_end():
 @pytest.mark.parametrize("rewards", [[[0.25, 0.5], [1.0]], [[0.5]], [[0.25, 0.75]]])
 def test_an_evaluation_is_of_all_samples(rewards):
     """Of one sample there is no deviation."""
-    given = iter(rewards)
+    given, covered = iter(rewards), iter([0.5, 0.8])
     task: Any = SimpleNamespace(
         readers=lambda: (None, None),
         sampling=lambda: None,
-        generate=lambda policy, n, *_: rollout([[0.5]] * n, [[True]] * n, [[1.0, 2.0]] * n),
+        generate=lambda policy, n, *_: rollout([[next(covered)]] * n, [[True]] * n, [[1.0, 2.0]] * n),
         reward=lambda soft, alive: torch.tensor(next(given)),
     )
     every = [x for some in rewards for x in some]
@@ -37,6 +37,6 @@ def test_an_evaluation_is_of_all_samples(rewards):
         "reward_mean": pytest.approx(sum(every) / len(every)),
         "reward_std": pytest.approx(stdev(every)) if len(every) > 1 else 0.0,
         "kl": pytest.approx(3.0),
-        "coverage": pytest.approx(0.5),
+        "coverage": pytest.approx(0.6 if len(rewards) > 1 else 0.5),  # the second batch is half as large
         "samples": len(every),
     }

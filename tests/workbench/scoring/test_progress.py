@@ -41,12 +41,14 @@ def test_the_time_that_is_left(clock, terminal):
         assert lines[1] == " 40% · 3,000 tokens · 150 tokens/s · 0:01:00 left"
 
 
-def test_a_line_for_each_tenth():
+def test_a_line_for_each_tenth_and_one_at_the_end():
     file = io.StringIO()
     with Progress(Console(file=file, width=120)) as progress:
         for i in range(1, 65):
             progress.passed(i / 64)
-    assert [line[:4] for line in file.getvalue().splitlines()] == [f"{i / 64:>4.0%}" for i in range(7, 64, 7)]
+    assert [line[:4] for line in file.getvalue().splitlines()] == [
+        f"{-(-64 * i // 10) / 64:>4.0%}" for i in range(1, 11)
+    ]
 
 
 def test_other_ranks_say_nothing(capsys):

@@ -135,7 +135,7 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
         "reward_mean": fmean(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "kl": fmean(x for outcome in outcomes for x in outcome.kls),
-        "coverage": fmean(outcome.coverage for outcome in outcomes),
+        "coverage": fmean((x.coverage for x in outcomes), [len(x.rewards) for x in outcomes]),
         "samples": len(rewards),
     }
 

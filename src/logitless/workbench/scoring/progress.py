@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
-        self.begin, self.first, self.shown = time.perf_counter(), 0.0, 0.0
+        self.begin, self.first, self.shown = time.perf_counter(), 0.0, 0
         self.share, self.tokens, self.bad = 0.0, 0, 0
         self.bar: rich.progress.Progress | None = None
 
@@ -60,8 +60,8 @@ class Progress:
     def _show(self, share: float) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=share, line=self._line(share))
-        elif share >= self.shown + 1 / LINES:
-            self.shown = share
+        elif (lines := int(share * LINES)) > self.shown:
+            self.shown = lines
             self.say(f"{share:>4.0%} · {self._line(share)}")
 
     def _line(self, share: float) -> str:
