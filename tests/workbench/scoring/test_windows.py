@@ -33,11 +33,8 @@ def test_batches_hold_windows_of_one_length_and_keep_to_their_size():
     longest = [max(w.fed for w in b) for b in grouped]
     assert longest == sorted(longest, reverse=True)
     assert list(batches([], 48)) == []
-    assert [len(batch) for batch in batches([Window(i, 0, 1, 9) for i in range(5)], 16)] == [
-        2,
-        2,
-        1,
-    ]  # 8 are fed of each
+    eights = [Window(i, 0, 1, 9) for i in range(5)]  # of which 8 are fed
+    assert [len(batch) for batch in batches(eights, 16)] == [2, 2, 1]
 
 
 def test_a_window_of_which_nothing_is_scored_is_not_fed():
