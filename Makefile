@@ -125,7 +125,7 @@ PEERS ?= *
 test-peers: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/peers --requirement tests/support/peers/requirements.txt
 	rm -rf build/peers/tests build/peers/recipes # torchtune's, which would hide our own
-	PYTHONPATH=build/peers $(PYTEST) 2 tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
+	PYTHONPATH=build/peers $(PYTEST) 2 --dist worksteal tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
 
 # The library in C++ on an emulated processor without AVX-512, by qemu-user 7.2 or later; so runs the compiler's driver,
 # which compiles for the processor that it sees. Half an hour.

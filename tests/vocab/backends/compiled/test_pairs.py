@@ -96,7 +96,9 @@ def test_rows_that_lie_apart_are_read_no_further_than_they_go(pairs):
 
 
 def test_operands_are_read_no_further_than_memory_goes(multiplied):
-    assert forked.module("tests.support.vocab.guarded", multiplied) == (0, "nothing else was read\n")
+    status, written = forked.module("tests.support.vocab.guarded", multiplied)
+    assert status == 0, written
+    assert written.endswith("nothing else was read\n")  # after what torch may warn of
 
 
 def test_nan_and_infinity_stay_with_their_token():
