@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from statistics import stdev
 
 import pytest
@@ -23,8 +24,10 @@ from logitless.workbench.grade import single
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
+    ROWS,
     SPLITS,
     Texts,
+    _some,
     batch_of,
     prompts_of,
     prose_and_code,
@@ -268,6 +271,22 @@ def test_prose_and_code_come_apart():
         ('"""About this.\nMore."""\n    """Says hello."""\n', 1),
         ("import os\ndef f():\n    return os\n", 0),
     ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_prose_is_told_from_code_by_the_lines_that_python_counts(end):
+    """A form feed ends none, as others do that are in strings; a coroutine's docstring is prose, too."""
+    lines = ["\x0c", "x = 'a\u2028b'", "async def f():", '    """Waits."""', "    return x", ""]
+    assert list(prose_and_code([end.join(lines)])) == [
+        (lines[3] + end, 1),
+        (end.join([lines[1], lines[2], lines[4], ""]), 0),
+    ]
+
+
+def test_the_longest_rows_of_a_draw_are_learned_from_too():
+    rows = [([number] * (number + 1), 0) for number in range(ROWS + 1)]
+    widths = {_some(rows, Random(seed))[0].shape for seed in range(20)}
+    assert widths == {(ROWS, 1), (ROWS, 2)}
 
 
 def test_documents_of_one_long_line_have_prompts_too(small):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ LAYERS = 2
 STEPS = 80
 ROWS = 24
 RATE = 3e-3
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Prompts = dict[str, list[list[int]]]
 
 
@@ -101,10 +103,11 @@ def prose_and_code(texts: list[str], lines: int = 6) -> Iterator[tuple[str, int]
             continue
         prose: set[int] = set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
                 prose.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        numbered = list(enumerate(io.StringIO(text, newline=""), 1))  # as `ast` counts: a form feed ends no line
         for label in (1, 0):
-            kept = [x for i, x in enumerate(text.splitlines(keepends=True), 1) if (i in prose) == bool(label)]
+            kept = [x for i, x in numbered if (i in prose) == bool(label)]
             kept = [x for x in kept if x.strip() and (label or not x.lstrip().startswith("#"))]
             for begin in range(0, len(kept), lines):
                 yield "".join(kept[begin : begin + lines]), label
@@ -168,7 +171,7 @@ def _rows(texts: list[str], tokenizer: TextTokenizer, seed: int, length: int) ->
 def _some(rows: list[tuple[list[int], int]], random: Random) -> tuple[Tensor, Tensor]:
     """A batch of one length, so that nothing is padded: the shortest of its rows, from the start of each."""
     some = sorted(random.sample(rows, min(4 * ROWS, len(rows))), key=lambda row: len(row[0]))
-    begin = random.randrange(max(1, len(some) - ROWS))
+    begin = random.randrange(max(1, len(some) - ROWS + 1))
     some = some[begin : begin + ROWS]
     width = max(1, min(len(ids) for ids, _ in some))
     return torch.tensor([ids[:width] for ids, _ in some]), torch.tensor([label for _, label in some])
