@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import logitless as ll
-from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
+from logitless.errors import BackendError, DtypeError, LabelError, OptionError, ShapeError
 from logitless.multi_token import multi_token_cross_entropy
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.measuring import measure
@@ -102,10 +102,11 @@ def test_one_tensor_and_one_head_are_as_a_list_of_each():
     )
 
 
-def test_a_label_of_another_document_does_not_count():
+@pytest.mark.parametrize("ahead", [0, 20], ids=["from their starts", "cut out of their middles"])
+def test_a_label_of_another_document_does_not_count(ahead):
     hiddens, labels = make_batch()
     head, starts = make_head(), (0, 2, 7, T)
-    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(starts)]).expand(B, T)
+    positions = torch.cat([torch.arange(end - a) + ahead * a for a, end in pairwise(starts)]).expand(B, T)
     found = multi_token_cross_entropy(hiddens, head, labels, position_ids=positions, denominator=1.0)
     alone = [
         multi_token_cross_entropy([x[:, a:b] for x in hiddens], head, labels[:, a:b], denominator=1.0)
@@ -129,15 +130,33 @@ def test_a_depth_past_the_end_is_zero_with_a_live_graph():
     assert all(not x.any() for x in gradients(nothing.loss, hiddens, [head]))
 
 
-@pytest.mark.parametrize("denominator", [12, torch.tensor(12)])
+@pytest.mark.parametrize("denominator", [12, 1e40, torch.tensor(12)])
 def test_a_denominator_divides_each_depths_sum(denominator):
     hiddens, labels = make_batch()
     head = make_head()
     means = multi_token_cross_entropy(hiddens, head, labels).each
     counts = torch.stack([(labels[:, 1 + k :] != -100).sum() for k in range(K)])
     found = multi_token_cross_entropy(hiddens, head, labels, weights=WEIGHTS, denominator=denominator)
-    torch.testing.assert_close(found.each, means * counts / 12)
+    torch.testing.assert_close(found.each, means * counts / denominator)
     torch.testing.assert_close(found.loss, found.each.detach() @ torch.tensor(WEIGHTS, dtype=means.dtype))
+
+
+def test_a_denominator_in_float64_leaves_the_losses_in_float32():
+    hiddens, labels = torch.randn(K, B, T, H), torch.randint(V, (B, T))
+    head = ll.LMHead(torch.randn(V, H))
+    means = multi_token_cross_entropy(hiddens, head, labels).each
+    found = multi_token_cross_entropy(hiddens, head, labels, denominator=torch.tensor(B * T, dtype=torch.float64)).each
+    torch.testing.assert_close(found, means * torch.tensor([T - 1 - k for k in range(K)]) / T)
+
+
+def test_an_id_that_is_ignored_is_a_token_of_no_depth():
+    """Also an id of the vocabulary: then neither its tokens nor their number count."""
+    hiddens, labels = make_batch()
+    head = make_head()
+    ignored = int(labels[0, 3])
+    expected = multi_token_cross_entropy(hiddens, head, labels.masked_fill(labels == ignored, -100))
+    found = multi_token_cross_entropy(hiddens, head, labels.where(labels != -100, ignored), ignore_index=ignored)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_shared_head_pays_three_products_of_the_labelled_tokens_and_one_gradient():
@@ -198,17 +217,27 @@ def test_depths_of_unlike_precision():
 def test_what_does_not_fit_is_one_clear_line():
     hiddens, labels = make_batch()
     head = make_head()
-    with pytest.raises(ShapeError, match="one LMHead for all depths or 3, one for each, got 2"):
-        multi_token_cross_entropy(hiddens, [head] * 2, labels)
-    for wrong in (nn.Linear(H, V), [nn.Linear(H, V)] * 3):
+    for count in (2, 4):
+        with pytest.raises(ShapeError, match=f"one LMHead for all depths or 3, one for each, got {count}"):
+            multi_token_cross_entropy(hiddens, [head] * count, labels)
+    for wrong in (nn.Linear(H, V), [nn.Linear(H, V)] * 3, [head, head, nn.Linear(H, V)]):
         with pytest.raises(DtypeError, match="or one for each depth, got Linear"):
             multi_token_cross_entropy(hiddens, wrong, labels)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match="at least one depth"):
         multi_token_cross_entropy([], head, labels)
     with pytest.raises(ShapeError, match=r"at depth 1, got \(2, 8, 8\) beside labels \(2, 9\)"):
         multi_token_cross_entropy([hiddens[0], hiddens[1][:, 1:]], head, labels)
+    with pytest.raises(ShapeError, match=r"at depth 2, got \(2, 8, 8\) beside labels \(2, 9\)"):
+        multi_token_cross_entropy([*hiddens[:2], hiddens[2][:, 1:]], head, labels)
+    with pytest.raises(ShapeError, match=r"labels: expected .*, the tokens of sequences, got a single number"):
+        multi_token_cross_entropy([torch.randn(H)], head, torch.tensor(1))
     with pytest.raises(ShapeError, match=r"position_ids: expected labels' shape, got \(9,\)"):
         multi_token_cross_entropy(hiddens, head, labels, position_ids=torch.arange(T))
+    for wrong, got in ((torch.rand(B, T), "torch.float32"), (labels > 3, "torch.bool"), (labels.tolist(), "list")):
+        with pytest.raises(DtypeError, match=f"position_ids: expected whole numbers in a tensor, got {got}"):
+            multi_token_cross_entropy(hiddens, head, labels, position_ids=wrong)
+    with pytest.raises(BackendError, match=r"backend: .*'nothing'"):
+        multi_token_cross_entropy(hiddens, head, labels, backend="nothing")
     for weights in ((1.0, 2.0), 0.3, "abc", (1.0, None, 1.0), (1.0, 1.0, float("nan")), (1.0, 1.0, 10**400)):
         with pytest.raises(OptionError, match="weights: expected 3 finite numbers, one for each depth, got"):
             multi_token_cross_entropy(hiddens, head, labels, weights=weights)  # pyright: ignore[reportArgumentType]

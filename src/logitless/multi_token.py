@@ -163,7 +163,11 @@ def _checked(
             raise ShapeError(f"hiddens: expected labels' shape and one dimension more at depth {depth}, got {got}")
     if labels.ndim == 0:
         raise ShapeError("labels: expected (..., T), the tokens of sequences, got a single number")
-    if position_ids is not None and position_ids.shape != labels.shape:
+    if position_ids is None:
+        return heads
+    if not of_integers(position_ids):
+        raise DtypeError(f"position_ids: expected whole numbers in a tensor, got {dtype_of(position_ids)}")
+    if position_ids.shape != labels.shape:
         got = f"{tuple(position_ids.shape)}, labels {tuple(labels.shape)}"
         raise ShapeError(f"position_ids: expected labels' shape, got {got}; expand them")
     return heads

@@ -74,6 +74,20 @@ def test_a_model_that_the_trainer_makes_anew_is_installed(tmp_path, kind):
     assert not hasattr(ours.model, "_logitless")
 
 
+def test_methods_of_the_instance_are_given_back(tmp_path):
+    made = trainer(tmp_path, build())
+    made.model_init = build
+    names = ("call_model_init", "prediction_step", "evaluation_loop")
+    for name in names:
+        setattr(made, name, functools.partial(getattr(made, name)))
+    before = {name: vars(made)[name] for name in names}
+    logitless.install(made)
+    logitless.install(made, memory_budget=1 << 20)
+    assert all(vars(made)[name] is not before[name] for name in names)
+    logitless.uninstall(made)
+    assert {name: vars(made).get(name) for name in names} == before
+
+
 def test_an_evaluation_within_an_evaluation(tmp_path):
     plain = trainer(tmp_path / "plain", build())
     logitless.install(plain)

@@ -28,6 +28,7 @@ class Kept:
     smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
     evaluation: Evaluation | None = None  # where its metrics come from statistics
     loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
+    maker: Callable[..., Any] | None = None  # call_model_init of the instance, where it had one
     install: Callable[[Any], None] | None = None  # for the models that model_init makes
     multi_token: bool = False  # the model has heads that predict the tokens further on
 
@@ -63,7 +64,7 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
     kept.install, kept.multi_token = install, attached(model) is not None
     if getattr(trainer, "model_init", None) is None or "call_model_init" in kept.put:
         return
-    own = trainer.call_model_init
+    own, kept.maker = trainer.call_model_init, trainer.__dict__.get("call_model_init")
 
     def call_model_init(*given: Any, **more: Any) -> Any:
         model = own(*given, **more)
@@ -131,7 +132,7 @@ def give_back(trainer: Any) -> None:
     kept: Kept = trainer.__dict__.pop(KEPT)
     trainer.label_smoother, kept.install = kept.smoother or trainer.label_smoother, None
     _take_out(trainer, kept, "prediction_step", kept.step)
-    _take_out(trainer, kept, "call_model_init", None)
+    _take_out(trainer, kept, "call_model_init", kept.maker)
 
 
 def _prediction_step(
