@@ -20,7 +20,7 @@ from logitless.errors import ConfigError, DataError, DeviceError, LogitlessError
 from logitless.models.nsa.layers import attach
 from logitless.models.nsa.options import NSAOptions, saved_with_nsa
 from logitless.workbench.common.files import read_lines, write_lines
-from logitless.workbench.grade import single
+from logitless.workbench.grade import single, steps
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
@@ -294,6 +294,24 @@ def test_documents_of_one_long_line_have_prompts_too(small):
     found = prompts_of(small.config, texts, pretrained(str(small.model)))
     assert all(len(ids) == small.config.prompt_length for rows in found.values() for ids in rows)
     assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(SPLITS, 3)
+
+
+def test_an_opening_takes_room_of_a_prompt_but_cuts_no_line(small):
+    tokenizer = dataclasses.replace(pretrained(str(small.model)), opening=(1,))
+    lines = tokenizer.encode(["12345\n"])[0]
+    assert 2 * len(lines) == small.config.prompt_length
+    found = prompts_of(small.config, Texts({name: ["12345\n" * 4] for name in SPLITS}, []), tokenizer)
+    assert all(rows and all(ids == [1, *lines] for ids in rows) for rows in found.values())
+
+
+def test_memory_is_that_of_a_whole_batch_where_prompts_are_fewer(small, monkeypatch):
+    config = of(small, "few")
+    config.output_dir.mkdir()
+    rows = {"train": ([5, 6], [7]), "validation": ([8],), "test": ([9],)}
+    write_lines(config.output_dir / "prompts.jsonl", [{"split": k, "ids": ids} for k, x in rows.items() for ids in x])
+    state = set_up(config, config.output_dir, *policy_of(config, QUIET), QUIET)
+    monkeypatch.setattr(steps, "memory_bytes", lambda method, batch, tau: batch.mask.sum(1).tolist())
+    assert steps._memory(state) == [2, 1, 2, 1]
 
 
 def test_splits_share_no_document():

@@ -74,8 +74,9 @@ def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> P
 
 def _prompts(config: GradeConfig, texts: list[str], tokenizer: TextTokenizer) -> Iterator[list[int]]:
     order = Random(config.seed).sample(texts, len(texts))
+    room = config.prompt_length - len(tokenizer.opening)
     for text in order[: MOST_PROMPTS // PER_DOCUMENT]:
-        rows = passages(text, tokenizer, config.prompt_length, config.prompt_length)
+        rows = passages(text, tokenizer, room, config.prompt_length)
         some = Random(config.seed).sample(rows, min(PER_DOCUMENT, len(rows)))
         start = text[: LONGEST_TOKEN * config.prompt_length]
         found = tokenizer.encode([row["prompt"] for row in some] or [start])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -147,8 +148,9 @@ def _step(state: Run) -> dict[str, Any]:
 
 
 def _memory(state: Run) -> int:
-    """What the gradient of one batch takes, of the first prompts of the run."""
-    batch = state.batch(state.prompts["train"][: state.config.batch_size], "memory")
+    """What the gradient of one batch takes, of the first prompts of the run; over again where these are too few."""
+    chosen = islice(cycle(state.prompts["train"]), state.config.batch_size)
+    batch = state.batch(list(chosen), "memory")
     return memory_bytes(state.method, batch, state.config.tau_start)
 
 
