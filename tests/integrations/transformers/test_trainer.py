@@ -1,5 +1,7 @@
 """Under transformers' Trainer: the same losses, gradients and checkpoints as without us."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,6 +10,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import logitless
 from logitless.errors import ConfigError, OptionError
+from logitless.integrations.transformers.trainer import is_trainer
 from tests.support.allocations import largest_allocation
 from tests.support.integrations.tiny import TINY, assert_same_gradients, gradients
 
@@ -77,6 +80,8 @@ def test_no_logits_under_trainer(tmp_path, smoothing):
     assert min(found["dense"]) >= logits
     assert found["logitless"][0] <= logits / 2  # the head's gradient, 512 KiB
     assert found["logitless"][1] <= logits / 2
+    logitless.install(made, memory_budget=2**19, metrics=False)
+    assert largest_allocation(made.evaluate) <= logits / 2  # of the loss alone
 
 
 def test_installed_before_the_trainer_and_resumed(tmp_path):
@@ -114,10 +119,23 @@ def test_ligers_own_forward_is_refused(tmp_path, config):
     logitless.install(made)
 
 
-def test_a_trainer_of_trl_has_an_adapter_of_its_own():
+@pytest.mark.parametrize("own", [False, True], ids=["its own", "a subclass"])
+def test_a_trainer_of_trl_has_an_adapter_of_its_own(own):
     kind = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer", "model": None, "compute_loss": None})
-    with pytest.raises(ConfigError, match=r"TRL's SFTTrainer: use logitless.integrations.trl.install"):
+    kind = type("Mine", (kind,), {"__module__": "mine"}) if own else kind
+    with pytest.raises(ConfigError, match=rf"TRL's {kind.__name__}: use logitless.integrations.trl.install"):
         logitless.install(kind())
+
+
+def test_what_is_taken_for_a_trainer(tmp_path):
+    """Neither a model that has a method of its name, nor whatever has a model; but any package's trainer."""
+    made = trainer(tmp_path, TINY["qwen3-tied"].build())
+    made.__class__ = type("Trainer", (Trainer,), {"__module__": "trlx"})
+    assert is_trainer(made)
+    made.model.compute_loss = made.compute_loss
+    assert not is_trainer(made.model)
+    with pytest.raises(ConfigError, match="expected a transformers model, got SimpleNamespace"):
+        logitless.install(SimpleNamespace(model=made.model))
 
 
 @pytest.fixture
@@ -215,19 +233,22 @@ def test_logits_where_evaluation_asks_for_them(tmp_path, loss, smoothing):
     assert ours.predict(own.eval_dataset).metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
 
 
-def test_a_prediction_step_of_ones_own_is_kept(tmp_path):
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_prediction_step_of_ones_own_is_kept(tmp_path, metrics):
+    """It is told what the Trainer's would be; with metrics it is asked for the loss alone."""
     made = trainer(tmp_path, TINY["qwen3-tied"].build())
-    seen = []
+    seen, ignored = [], ["past_key_values"]
 
     def step(*given):
-        seen.append(given[2])
+        seen.append(given[2:])
         return type(made).prediction_step(made, *given)
 
     made.prediction_step = step
     for _ in range(2):
-        logitless.install(made, metrics=False)
-    assert made.predict(made.eval_dataset).predictions.shape == (6, LENGTH, VOCAB)
-    made.evaluate()
-    assert seen == [False, False, True, True]
+        logitless.install(made, metrics=metrics)
+    found = made.predict(made.eval_dataset, ignore_keys=ignored).predictions
+    assert (found["rank"].shape if metrics else found.shape[:-1]) == (6, LENGTH)
+    made.evaluate(ignore_keys=ignored)
+    assert seen == [(metrics, ignored)] * 2 + [(True, ignored)] * 2
     logitless.uninstall(made)
     assert made.prediction_step is step
