@@ -64,16 +64,29 @@ def test_a_model_that_the_trainer_makes_anew_is_installed(tmp_path, kind, smooth
         )
 
     own, ours = made("own"), made("ours")
+    first = ours.model
     logitless.install(ours, memory_budget=1 << 20)
     assert trained(ours) == pytest.approx(trained(own), rel=1e-4)
     assert ours.model._logitless.budget == 1 << 20
+    logitless.uninstall(first)  # which is no Trainer's any more
     found = ours.evaluate()
     assert found["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-4)
     assert found["eval_perplexity"] > 1
-    logitless.uninstall(ours)
+    logitless.uninstall(ours.model if smoothing else ours)
     assert "call_model_init" not in vars(ours)
     ours.train()
     assert not hasattr(ours.model, "_logitless")
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_another_model_in_an_installed_trainer_is_evaluated_as_it_is(tmp_path, metrics):
+    made, expected = trainer(tmp_path / "made", build()), trainer(tmp_path / "own", build())
+    logitless.uninstall(made)  # of which nothing was replaced
+    logitless.install(made, metrics=metrics)
+    made.model = made.model_wrapped = expected.model
+    found, own = (x.predict(data()[:6]) for x in (made, expected))
+    assert (found.predictions == own.predictions).all()
+    assert found.metrics["test_loss"] == own.metrics["test_loss"]
 
 
 def test_methods_of_the_instance_are_given_back(tmp_path):
@@ -190,15 +203,17 @@ def test_others_wrappers_stay(tmp_path):
     torch.testing.assert_close(other(ids, labels=ids).loss, model(ids, labels=ids).loss)
 
     made = trainer(tmp_path, build())
+    made.model_init = build
     logitless.install(made)
-    for name in ("evaluation_loop", "prediction_step"):
+    for name in ("evaluation_loop", "prediction_step", "call_model_init"):
         own = getattr(made, name)
         setattr(made, name, lambda *a, own=own, name=name, **k: calls.append(name) or own(*a, **k))
     expected = made.evaluate()["eval_loss"]
     logitless.uninstall(made)
     del calls[:]
     found = made.evaluate()
-    assert {"evaluation_loop", "prediction_step"} <= set(calls)
+    assert not hasattr(made.call_model_init(), "_logitless")
+    assert {"evaluation_loop", "prediction_step", "call_model_init"} <= set(calls)
     assert found["eval_loss"] == pytest.approx(expected, rel=1e-5)
     assert "eval_perplexity" not in found
 
