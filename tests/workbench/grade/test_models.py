@@ -6,6 +6,8 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
@@ -23,13 +25,16 @@ def hard_tokens(ids: Tensor) -> SoftTokens:
     return SoftTokens(ids[..., None], ones, ids, torch.zeros(ids.shape), VOCAB, VOCAB)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
-@pytest.mark.parametrize(("labels", "label"), [(2, 0), (2, 1), (2, None), (1, 0), (1, None)])
+@pytest.mark.parametrize("kind", ["decoder", "of absolute positions", "encoder"])
+@pytest.mark.parametrize(("labels", "label"), [(2, 0), (2, 1), (3, None), (1, 0), (1, None)])
 def test_the_reward_of_one_hot_tokens_is_the_classifiers_own(kind, labels, label):
     """Its label's probability: without a label the second's, or that of the only one."""
     torch.manual_seed(0)
     if kind == "decoder":
         model = Qwen3ForSequenceClassification(Qwen3Config(vocab_size=VOCAB, num_labels=labels, **WIDTH))
+    elif kind == "of absolute positions":
+        config = GPT2Config(vocab_size=VOCAB, n_positions=6, n_embd=32, n_layer=1, n_head=2, num_labels=labels)
+        model = GPT2ForSequenceClassification(config)
     else:
         model = BertForSequenceClassification(
             BertConfig(
@@ -94,19 +99,24 @@ def test_models_that_do_not_fit_are_refused():
     reward = Qwen3ForSequenceClassification(Qwen3Config(vocab_size=90, num_labels=2, **WIDTH))
 
     class Words:
-        def __init__(self, count: int) -> None:
-            self.count = count
+        def __init__(self, count: int, first: str = "w") -> None:
+            self.count, self.first = count, first
 
         def get_vocab(self) -> dict[str, int]:
-            return {f"w{i}": i for i in range(self.count)}
+            return {f"{self.first}{i}": i for i in range(self.count)}
 
     assert shared_vocabulary(policy, reward, Words(80), Words(80)) == 80  # what lies behind is padding
-    with pytest.raises(ConfigError, match="tokenizer differs from the policy's"):
-        shared_vocabulary(policy, reward, Words(80), Words(81))
+    for theirs in (Words(81), Words(80, "v")):
+        got = rf"tokenizer differs from the policy's \({theirs.count} entries against 80\)"
+        with pytest.raises(ConfigError, match=got):
+            shared_vocabulary(policy, reward, Words(80), theirs)
+    with pytest.raises(ConfigError, match="91 rows or more, got policy and reward model of"):
+        shared_vocabulary(policy, reward, Words(91), Words(91))
     with pytest.raises(ConfigError, match="96 rows or more, got policy and reward model of"):
         shared_vocabulary(policy, reward, Words(96), Words(96))
-    with pytest.raises(ConfigError, match=r"has labels 0\.\.1"):
-        SoftReward.of(reward, 90, 2)
+    for label in (2, -1):
+        with pytest.raises(ConfigError, match=rf"--reward-label {label}: the reward model has labels 0\.\.1"):
+            SoftReward.of(reward, 90, label)
     with torch.no_grad():
         reward.score.weight.fill_(float("nan"))
     with pytest.raises(NotFiniteError, match="reward model returned NaN"):

@@ -1,5 +1,6 @@
 """PPO on sampled tokens: its advantages and its loss against dense float64."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.method import Batch, Task
-from logitless.workbench.grade.methods import PPO, advantages
+from logitless.workbench.grade.methods import PPO, advantages, sample
 from tests.support.workbench.micro import micro_model
 
-BETA, T, K, END = 0.3, 5, 40, 2
+BETA, T, K = 0.3, 5, 40
 
 
 def rewards(soft: object, alive: Tensor) -> Tensor:
@@ -23,10 +24,12 @@ def ppo() -> PPO:
     config = GradeConfig(method="ppo", completion_length=T, top_k=K, beta=BETA, lora_rank=0)
     model = micro_model(initializer_range=0.2).double().eval()
     frozen = micro_model(initializer_range=0.1).double().eval().requires_grad_(False)
-    task = Task(config, model, frozen, rewards, 259, END)  # type: ignore[arg-type]
+    task = Task(config, model, frozen, rewards, 259, None)  # type: ignore[arg-type]
     method = PPO(task)
     method.value.double()
     torch.nn.init.normal_(method.value.weight, 0, 0.3)
+    end = int(sample(task, batch()).soft.token[1, 1])  # what ends a sequence before the last step
+    method.task = dataclasses.replace(task, end=end)
     return method
 
 
@@ -76,6 +79,7 @@ def test_the_loss_is_the_dense_one(ppo):
         then = dense(ppo, given.prompts, soft.token, soft.ids)
         for p in ppo.task.model.parameters():  # so that some ratios leave the clipped range
             p.mul_(1.1)
+    assert 0 < int((~alive).sum()) < alive.numel() / 2
     assert outcome.rewards == rewards(None, alive).tolist()
     torch.testing.assert_close(collected.logprob, then.logprob * alive)
     now = dense(ppo, given.prompts, soft.token, soft.ids)
