@@ -130,13 +130,14 @@ def test_a_rule_and_a_reward_model_are_refused_together(small):
         of(small, "label", reward_model=None, token_reward=f"{__name__}:vowels", reward_label=0).check()
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
-    whole = run(of(small, "whole"))
-    place = Path(shutil.copytree(small.root / "whole", small.root / "killed"))
+@pytest.mark.parametrize("method", ["ste", "reinforce"])  # the second keeps a mean of its own
+def test_a_killed_run_goes_on_as_if_nothing_had_been(small, method):
+    whole = run(of(small, f"whole-{method}", method=method))
+    place = Path(shutil.copytree(small.root / f"whole-{method}", small.root / f"killed-{method}"))
     for name in ("checkpoint-4", "model"):  # checkpoint-3 stays
         shutil.rmtree(place / name)
     (place / "summary.json").unlink()
-    again = run(dataclasses.replace(small.config, output_dir=None, resume=place))
+    again = run(dataclasses.replace(small.config, method=method, output_dir=None, resume=place))
     for name in ("reward_mean", "reward_std", "kl"):
         assert again["after"][f"test/{name}"] == whole["after"][f"test/{name}"]
     assert [x["step"] for x in read_lines(place / "metrics.jsonl")] == [0, 1, 2, 3, 4]
