@@ -297,6 +297,13 @@ def test_documents_of_one_long_line_have_prompts_too(small):
     assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(SPLITS, 3)
 
 
+def test_prompts_are_as_many_as_steps_and_evaluations_take(small):
+    config = dataclasses.replace(small.config, max_steps=2, batch_size=2, evaluation_prompts=3)
+    texts = Texts({name: [f"{name} {i} " + "word " * 40 for i in range(10)] for name in SPLITS}, [])
+    found = prompts_of(config, texts, pretrained(str(small.model)))
+    assert {name: len(rows) for name, rows in found.items()} == {"train": 8, "validation": 3, "test": 3}
+
+
 def test_an_opening_takes_room_of_a_prompt_but_cuts_no_line(small):
     tokenizer = dataclasses.replace(pretrained(str(small.model)), opening=(1,))
     lines = tokenizer.encode(["12345\n"])[0]
