@@ -37,8 +37,11 @@ def test_sizes(name):
 
 
 def test_a_preset_is_a_copy():
-    preset("tiny")["rope_parameters"]["rope_theta"] = 1.0
+    copied = preset("tiny")
+    copied["rope_parameters"]["rope_theta"] = 1.0
+    copied["architectures"].append("another")
     assert PRESETS["tiny"]["rope_parameters"]["rope_theta"] == 1e6
+    assert PRESETS["tiny"]["architectures"] == ["Qwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("tinny", "tiny"), ("qwen3-0.5b", "qwen3-0.6b"), ("Small", "small")])

@@ -175,6 +175,19 @@ def test_layers_that_differ_are_counted_too():
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
+def test_layers_whose_mlps_differ_are_as_wide_as_the_widest():
+    """Gemma 3n's intermediate_size is a list, of which a layer's memory cannot be computed."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
+    sizes |= {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    more = {"activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0}
+    config = {"model_type": "gemma3n_text", **sizes, **more, "intermediate_size": [96, 48]}
+    shape = from_config(config, "x")
+    assert shape.mlp == 96
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_a_model_in_the_local_cache(monkeypatch, tmp_path):
     import huggingface_hub
 

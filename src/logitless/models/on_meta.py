@@ -48,6 +48,7 @@ def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
         return found
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
+    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     return ModelShape(
         name=name,
         vocab=size("vocab_size"),
@@ -56,7 +57,7 @@ def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
         heads=heads,
         kv_heads=size("num_key_value_heads", "num_attention_heads"),
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        mlp=getattr(config, "intermediate_size", None) or 4 * hidden,
+        mlp=max(mlp) if isinstance(mlp, list) else mlp,  # of each layer its own: that which needs the most
         tied=tied,
         positions=reach(config) or 0,
         stretches=plain(getattr(config, "rope_parameters", None)),

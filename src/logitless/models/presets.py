@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -101,4 +102,4 @@ def preset(name: str) -> dict[str, Any]:
             f"unknown model {name!r}: {hint} otherwise give a config.json, a local directory, a GGUF file or a hub id "
             "(owner/name)"
         )
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in PRESETS[name].items()}
+    return deepcopy(PRESETS[name])

@@ -533,6 +533,7 @@ def test_texts_that_the_tokenizer_cannot_read_are_passed_over(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.parquet"))
     assert (summary["documents"], summary["scored_tokens"]) == (6, 2 + 1 + 1)
+    assert summary["bytes"] == len(" b a") + len(" a") + len("b")  # of what has a score alone
     assert [x["name"] for x in summary["skipped_documents"]] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 5, 6)]
     *unread, blank = summary["skipped_documents"]
     assert blank["why"] == "no token in it"
