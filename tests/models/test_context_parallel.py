@@ -17,6 +17,11 @@ from logitless.models.context_parallel import NAME, UNKNOWN, Part, attach, atten
 from tests.support.models.context_ranks import CASES, batch, model
 from tests.support.vocab.sharding import assert_ok, launch
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 2.0}
+LONGROPE |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+JAMBA = {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 16}  # and Mamba
+JAMBA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 1, "use_mamba_kernels": False}
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
@@ -63,13 +68,15 @@ def test_a_length_that_ranks_cannot_share():
     [
         ("gpt2", {"n_layer": 1, "n_head": 2}, "no attention layers of q_proj"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("qwen3", {"rope_parameters": LONGROPE}, "longrope rotary"),
+        ("jamba", JAMBA, "JambaForCausalLM has layers without q_proj, k_proj, v_proj, o_proj"),
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout, got 0.1: set attention_dropout to 0"),
         ("gemma2", {"head_dim": 8}, "attn_logit_softcapping in its attention"),
         ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "attention that is not causal in its"),
     ],
 )
 def test_models_that_are_refused_are_left_alone(kind, more, message):
-    config = AutoConfig.for_model(kind, hidden_size=16, num_hidden_layers=1, vocab_size=32, **more)
+    config = AutoConfig.for_model(kind, **{"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, **more})
     one = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=message):
         attach(one, None)

@@ -80,7 +80,7 @@ def test_records_and_curves(whole):
     expected = [("docstrings_choice", d, r) for d in range(11) for r in range(4)]
     expected += [(task, d, 0) for task in ("docstrings_text", "docstrings_word") for d in range(11)]
     assert [(x["task"], x["document"], x["request"]) for x in records] == expected
-    assert summary["requests"] == len(expected)
+    assert summary["requests"] == summary["requests_answered_now"] == len(expected)
     assert summary["cut_requests"] == sum(x["cut"] > 0 for x in records) > 0
     tasks = {name: found["certainty"] for name, found in summary["tasks"].items()}
 
@@ -144,8 +144,13 @@ def test_a_killed_run_goes_on(micro, half, whole, tmp_path):
     shutil.copytree(half, tmp_path / "e")
     with pytest.raises(OptionError, match="unfinished run with limit 11, now 12"):
         run(options(micro, tmp_path / "e", limit=12))
-    run(options(micro, tmp_path / "e"))
+    lines = (half / "summary.json.parts" / "records.jsonl").read_text().count("\n")
+    summary = run(options(micro, tmp_path / "e"))
     assert_same(tmp_path / "e", whole)
+    assert summary["requests_answered_now"] == summary["requests"] - lines < summary["requests"]
+    assert summary["requests_per_second"] == pytest.approx(
+        summary["requests_answered_now"] / summary["seconds"], abs=0.06
+    )  # of what this run answered, not of what it found
 
 
 def _replaced(old: bytes, new: bytes) -> Callable[[Path], object]:

@@ -55,7 +55,7 @@ def test_other_ranks_say_nothing(capsys):
     with Progress(None) as progress:
         progress.passed(0.5)
         progress.scored(9, 1.0, 1.0)
-        progress.problems([{"name": "a", "why": "empty"}])
+        progress.problems([{"document": 0, "name": "a", "why": "empty"}])
     assert capsys.readouterr() == ("", "")
     assert progress.tokens == 9
 
@@ -63,8 +63,18 @@ def test_other_ranks_say_nothing(capsys):
 def test_a_few_skipped_documents_are_named():
     file = io.StringIO()
     with Progress(Console(file=file, width=80)) as progress:
-        progress.problems([{"name": f"a:{i}", "why": "empty"} if i % 2 else {"name": "fine"} for i in range(40)])
+        names = [{"name": f"a:{i}", "why": "empty"} if i % 2 else {"name": "fine"} for i in range(40)]
+        progress.problems([{"document": i, **name} for i, name in enumerate(names)])
     lines = file.getvalue().splitlines()
     assert lines[0] == "skipped a:1: empty"
     assert len(lines) == 10 + 1
     assert "counted at the end" in lines[-1]
+
+
+def test_a_document_in_pieces_is_named_once():
+    """A long one without a finite score was named for each 131,072 characters, and left no room for others."""
+    file = io.StringIO()
+    with Progress(Console(file=file, width=80)) as progress:
+        for document in (3, 3, 4):
+            progress.problems([{"document": document, "name": f"{document}.txt", "why": "strange"}] * 2)
+    assert file.getvalue().splitlines() == ["skipped 3.txt: strange", "skipped 4.txt: strange"]

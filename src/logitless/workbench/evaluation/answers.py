@@ -75,6 +75,11 @@ class Gathered:
                 self.answers[record["key"]] = record["answer"]
                 self.places.setdefault(record["key"], []).append((path, start))
 
+    @property
+    def count(self) -> int:
+        """How many answers there are, of one question too."""
+        return sum(map(len, self.places.values()))
+
     def write_cache(self, path: Path) -> None:
         """The answers as the harness' own cache, in whose place whatever lies there goes."""
         from sqlitedict import SqliteDict  # pyright: ignore[reportMissingImports]
@@ -97,12 +102,13 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
     """Writes records.jsonl, in the order of tasks and documents, and says what it comes to.
 
     found: what simple_evaluate gives, with samples; folder: where the records were written as they came; beams: of
-    generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}. NotFiniteError
-    for a document whose scores are no numbers; null is the log-prob, -inf, of what the model holds impossible.
+    generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests, answers}, of
+    which the last are all that were given, this time or before. NotFiniteError for a document whose scores are no
+    numbers; null is the log-prob, -inf, of what the model holds impossible.
     """
     gathered = Gathered(folder)
     curves: dict[str, Any] = {}
-    counts = {"requests": 0, "cut_requests": 0}
+    counts = {"requests": 0, "cut_requests": 0, "answers": gathered.count}
 
     def write(path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
@@ -116,7 +122,9 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
                         what = f"the scores of document {sample['doc_id']} of task {task}"
                         raise NotFiniteError(f"--model {config.model}: {what} are not finite")
                     file.writelines(strict_json(record) + "\n" for record in records)
-                    counts["requests"] += len(sample["resps"]) * (about.get("repeats") or 1)
+                    asked = len(sample["resps"]) * (about.get("repeats") or 1)
+                    counts["requests"] += asked
+                    counts["answers"] += 0 if records else asked  # by beams, which leave no record
                     counts["cut_requests"] += sum(record["cut"] > 0 for record in records)
                     certainty.add(_rows(about["output_type"], sample, records))
                 if summary := certainty.summary():

@@ -70,18 +70,19 @@ def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[s
         sum_over_ranks(0)  # the folder is there
         reset_peak(device)
         begin = time.perf_counter()
-        with _taken_up(parts, rank, console):
+        with _taken_up(parts, rank, console) as before:
             found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}
-        seconds = time.perf_counter() - begin
+        seconds, answered = time.perf_counter() - begin, found.pop("answers") - before
         summary = {
             "schema": SCHEMA,
             "options": config.deciding(),
             **found,
             "out": str(config.folder),
+            "requests_answered_now": answered,
             "seconds": round(seconds, 3),
-            "requests_per_second": round(found["requests"] / seconds, 1),
+            "requests_per_second": round(answered / seconds, 1),
             "peak_memory_bytes": peak_bytes(device),
             "ranks": ranks,
             "device": str(device),
@@ -138,8 +139,8 @@ def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer)
 
 
 @contextmanager
-def _taken_up(parts: Parts, rank: int, console: Console) -> Iterator[None]:
-    """Gives the harness the answers that a killed run left, as whole records say them."""
+def _taken_up(parts: Parts, rank: int, console: Console) -> Iterator[int]:
+    """Gives the harness the answers that a killed run left, as whole records say them; yields how many there are."""
     folder = parts.folder
     gathered = Gathered(folder)
     if rank == 0 and gathered.damaged:
@@ -148,7 +149,7 @@ def _taken_up(parts: Parts, rank: int, console: Console) -> Iterator[None]:
     cache = folder / f"{ANSWERS}_rank{rank}.db"  # as the harness calls it
     gathered.write_cache(cache)
     try:
-        yield
+        yield gathered.count
     except NotFiniteError:
         if rank == 0:  # whose folder it is: asked again, the model would say the same
             parts.remove()

@@ -22,6 +22,7 @@ class Progress:
         self.console = console
         self.begin, self.first, self.shown = time.perf_counter(), 0.0, 0
         self.share, self.tokens, self.bad = 0.0, 0, 0
+        self.last: int | None = None  # of the documents that are reported
         self.bar: rich.progress.Progress | None = None
 
     def __enter__(self) -> Progress:
@@ -74,8 +75,8 @@ class Progress:
     def problems(self, pieces: list[dict[str, Any]]) -> None:
         """Reports the documents among these that were skipped."""
         for piece in pieces:
-            if "why" in piece:
-                self.bad += 1
+            if "why" in piece and piece["document"] != self.last:  # once, though it may be in many pieces
+                self.bad, self.last = self.bad + 1, piece["document"]
                 if self.bad <= MOST_PROBLEMS:
                     self.say(f"skipped {piece['name']}: {piece['why']}")
                 elif self.bad == MOST_PROBLEMS + 1:
