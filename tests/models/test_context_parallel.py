@@ -20,7 +20,7 @@ from tests.support.vocab.sharding import assert_ok, launch
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 2.0}
 LONGROPE |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 JAMBA = {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 16}  # and Mamba
-JAMBA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 1, "use_mamba_kernels": False}
+JAMBA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 1}
 
 
 @pytest.fixture(scope="module")
