@@ -18,8 +18,10 @@ from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.measure import DIVERGENCES
 from logitless.workbench.evaluation.page import page
+from logitless.workbench.evaluation.report import table_rows
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
+from logitless.workbench.scoring.summary import legible
 from tests.support.integrations.launching import leave, torchrun
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
@@ -403,6 +405,27 @@ def test_the_page_counts_documents_with_a_score_and_shows_any_perplexity(micro, 
     assert shown.count("1e+304") >= 4
     assert "1.5e+304" in shown
     assert not re.search(r"\d{1,3}(,\d{3}){4}", shown)
+
+
+def test_the_table_and_the_page_say_what_the_summary_does(evaluated):
+    summary, *_ = evaluated
+    rows = dict(table_rows(summary))
+    for name in ("entropy", "self_certainty"):
+        found = summary["against_correctness"][name]
+        sides = f"{found['mean_where_wrong']:.4g} where wrong, {found['mean_where_right']:.4g} where right"
+        assert rows[name.replace("_", "-")] == f"{summary[name]:.4f} nats; {sides}"
+    low, middle, high = (legible(summary["by_document"]["perplexity"][share]) for share in ("0.1", "0.5", "0.9"))
+    assert rows["by document"] == f"perplexity {middle} in the median, {low} to {high} in eight of ten"
+    best = ", ".join(f"{x:.2%} in the best {k}" for k, x in summary["top_k_accuracy"].items())
+    assert rows["accuracy"] == f"{summary['accuracy']:.2%}; {best}"
+    spread, agreement = summary["divergences"]["kl"], summary["compared"]["agreement"]
+    tokens = f"99 % of tokens up to {spread['0.99']:.3g}, at most {spread['1']:.3g}"
+    assert rows["KL"] == f"{summary['compared']['kl']:.4g} nats; {tokens}"
+    assert rows["same best entry"] == f"{agreement:.3%} of tokens"
+    shown, options = page(summary), summary["options"]
+    assert f"{options['model']} against {options['against']}, evaluated on {Path(options['data']).name}" in shown
+    assert f'accuracy</p><p class="number">{summary["accuracy"]:.1%}<' in shown
+    assert f'same best entry</p><p class="number">{agreement:.2%}<' in shown
 
 
 @pytest.mark.parametrize(("ratio", "said"), [(3.2e-7, "3.2e-07"), (0.99996, "0.99996"), (1.0000314, "1.00003")])
