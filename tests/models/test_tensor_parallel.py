@@ -1,11 +1,12 @@
 """Matrices split over two and four ranks: one launch, a test for each case; and what is refused."""
 
 import pytest
+from torch import nn
 from transformers import AutoConfig
 
 from logitless.errors import LogitlessError
-from logitless.models.tensor_parallel import check_split
-from tests.support.models.tensor_ranks import CASES, SIZES
+from logitless.models.tensor_parallel import check_split, split_matrices
+from tests.support.models.tensor_ranks import CASES, SIZES, model
 from tests.support.vocab.sharding import assert_ok, launch
 
 
@@ -41,3 +42,16 @@ def test_models_that_cannot_be_split(kind, more, ranks, message):
 def test_sparse_attention_is_not_split():
     with pytest.raises(LogitlessError, match="cannot split --attention nsa"):
         check_split(AutoConfig.for_model("qwen3", **SIZES), 2, sparse=True)
+
+
+def test_a_head_of_another_kind_is_refused_and_the_model_left_alone():
+    """Whatever such a layer does beside its product, ranks would not do."""
+
+    class Scaled(nn.Linear):
+        pass
+
+    one = model()
+    one.lm_head = Scaled(16, 61, bias=False)
+    with pytest.raises(LogitlessError, match="got Embedding and Scaled"):
+        split_matrices(one, None)
+    assert type(one.get_input_embeddings()) is nn.Embedding
