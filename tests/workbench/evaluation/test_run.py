@@ -396,6 +396,7 @@ def test_the_page_counts_documents_with_a_score_and_shows_any_perplexity(micro, 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e"))
     assert "of 1 token in 1 document<" in page(summary)
+    assert "by document" not in dict(table_rows(summary))  # nothing is spread among one
     huge = {**summary, "perplexity": 1.5e304, "compared": {**dict.fromkeys(COMPARED, 1e304), "agreement": 1.0}}
     huge["options"] = {**summary["options"], "against": "other"}
     huge["divergences"] = {name: {"0.99": 1.0, "1": 1.0} for name in DIVERGENCES}

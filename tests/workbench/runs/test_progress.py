@@ -31,11 +31,16 @@ def test_the_time_left_is_known_from_the_first_slow_step_on(clock):
             bar.bar.refresh()
             shown = screen.file.getvalue().rpartition("is done")[2]
             minutes, seconds = divmod(45 * (32 - step), 60)
-            assert f"{minutes}:{seconds:02d}" in shown
+            assert f" {minutes}:{seconds:02d}" in shown  # without hours, where there are none
         clock.now += 40.0
         bar.bar.refresh()
         assert "19:35" in screen.file.getvalue().rpartition("is done")[2]  # 27 steps of 45 s less 40 s
     assert "-:--" not in screen.file.getvalue()
+    with Bar(screen, "ste", 32) as bar:
+        clock.now += 450.0
+        bar.put(1, "a slow step")
+        bar.bar.refresh()
+    assert " 3:52:30" in screen.file.getvalue()
 
 
 def test_without_a_terminal_there_are_some_lines():
