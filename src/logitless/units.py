@@ -49,6 +49,11 @@ def perplexity(nats_per_token: float) -> float:
     return math.exp(min(nats_per_token, 700.0))
 
 
+def format_perplexity(value: float) -> str:
+    """A perplexity of any size: "1,234.56", or "1.235e+09" where it is of more digits than can be read."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.4g}"
+
+
 def one_unit(counts: Iterable[int], units: str = "GiB") -> Callable[[int], str]:
     """`format_bytes` in one unit, for all cells of a table and the sentences about them.
 

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import DataError, NotFiniteError, OptionError
+from logitless.units import format_perplexity
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.measure import DIVERGENCES
 from logitless.workbench.evaluation.page import page
 from logitless.workbench.evaluation.report import table_rows
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
-from logitless.workbench.scoring.summary import legible
 from tests.support.integrations.launching import leave, torchrun
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
@@ -415,7 +415,9 @@ def test_the_table_and_the_page_say_what_the_summary_does(evaluated):
         found = summary["against_correctness"][name]
         sides = f"{found['mean_where_wrong']:.4g} where wrong, {found['mean_where_right']:.4g} where right"
         assert rows[name.replace("_", "-")] == f"{summary[name]:.4f} nats; {sides}"
-    low, middle, high = (legible(summary["by_document"]["perplexity"][share]) for share in ("0.1", "0.5", "0.9"))
+    low, middle, high = (
+        format_perplexity(summary["by_document"]["perplexity"][share]) for share in ("0.1", "0.5", "0.9")
+    )
     assert rows["by document"] == f"perplexity {middle} in the median, {low} to {high} in eight of ten"
     best = ", ".join(f"{x:.2%} in the best {k}" for k, x in summary["top_k_accuracy"].items())
     assert rows["accuracy"] == f"{summary['accuracy']:.2%}; {best}"

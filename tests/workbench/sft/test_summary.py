@@ -50,7 +50,7 @@ def test_the_table_of_a_run(capsys):
     measured = {name: {"peak_bytes": n * MIB, "loss": 4.123456} for name, n in (("logitless", 40), ("dense", 100))}
     assert _rows({**SUMMARY, "step_memory": measured}) == [
         ("training loss", "4.000 → 2.000 nats per token"),
-        ("held-out loss", "6.000 → 1.500 (perplexity 4.5)"),
+        ("held-out loss", "6.000 → 1.500 (perplexity 4.48)"),
         ("speed", "1,234 tokens/s, 6 s of training"),
         ("loss method", "dense: logits of 48 MiB fit the budget of 48 MiB"),
         ("peak memory", "900 MiB, the whole process"),
@@ -64,6 +64,8 @@ def test_the_table_of_a_run(capsys):
     assert rows["one step, dense"] == "not measured: does not fit"
     assert "" not in rows
     assert rows["loss method"] == "dense: the head is split over 2 ranks"
+    rows = dict(_rows({**SUMMARY, "held_out_loss_after": 500.0, "step_memory": measured}))
+    assert rows["held-out loss"] == "6.000 → 500.000 (perplexity 1.404e+217)"
     show({**SUMMARY, "step_memory": measured}, Path(), Console(width=160))
     assert "m: 134.5 M parameters, 3 steps" in capsys.readouterr().out
 

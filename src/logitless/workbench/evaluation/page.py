@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...pages import document, fill
-from ...units import plural
+from ...units import format_perplexity, plural
 from ...versions import version_of
 from ..common.files import remove_leftovers, strict_json, write_text
-from ..scoring.summary import legible, measured_rows
+from ..scoring.summary import measured_rows
 from .charts import Axis, Chart
 from .config import SUMMARY, EvalConfig
 from .report import metric_value, metrics_of, ratio_value, rows_of_tasks, scored_documents, table_rows
@@ -84,14 +84,14 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     bits, calibration = summary["bits_per_byte"], summary["calibration"]["expected_calibration_error"]
     tokens, documents = plural(summary["scored_tokens"], "token"), plural(scored_documents(summary), "document")
     tiles = [
-        ("perplexity", legible(summary["perplexity"]), f"of {tokens} in {documents}"),
+        ("perplexity", format_perplexity(summary["perplexity"]), f"of {tokens} in {documents}"),
         ("bits per byte", "none" if bits is None else f"{bits:.3f}", "comparable across tokenizers"),
         ("accuracy", f"{summary['accuracy']:.1%}", "of tokens are the model's best entry"),
         ("calibration error", f"{calibration:.3f}", "between confidence and accuracy, on average"),
     ]
     if "compared" in summary:
         found = summary["compared"]
-        ratio, theirs = ratio_value(found["perplexity_ratio"]), legible(found["perplexity"])
+        ratio, theirs = ratio_value(found["perplexity_ratio"]), format_perplexity(found["perplexity"])
         tiles += [
             ("KL", f"{found['kl']:.4g}", "nats per token, from the model to the other"),
             ("same best entry", f"{found['agreement']:.2%}", "of tokens"),
@@ -182,7 +182,7 @@ def _row(name: str, value: str) -> str:
 
 def _document(record: dict[str, Any]) -> str:
     values = (
-        legible(record["perplexity"]),
+        format_perplexity(record["perplexity"]),
         f"{record['scored_tokens']:,}",
         "" if record["bits_per_byte"] is None else f"{record['bits_per_byte']:.3f}",
         f"{record['accuracy']:.1%}",

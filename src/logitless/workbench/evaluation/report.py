@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from ...units import perplexity, plural
+from ...units import format_perplexity, perplexity, plural
 from ..common.files import arrow_file
-from ..scoring.summary import legible, measured_rows, rows_of, show_rows
+from ..scoring.summary import measured_rows, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
 
@@ -90,7 +90,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of the table, without what the run took."""
     rows = rows_of(summary)
     quantiles = summary["by_document"]["perplexity"]
-    low, middle, high = (legible(quantiles[share]) for share in ("0.1", "0.5", "0.9"))
+    low, middle, high = (format_perplexity(quantiles[share]) for share in ("0.1", "0.5", "0.9"))
     ranks = ", ".join(f"{x:.2%} in the best {k}" for k, x in summary["top_k_accuracy"].items())
     bins, error = summary["options"]["bins"], summary["calibration"]["expected_calibration_error"]
     by_documents = ("by document", f"perplexity {middle} in the median, {low} to {high} in eight of ten")
@@ -107,7 +107,8 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _compared_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     compared, spread = summary["compared"], summary["divergences"]
-    ratio = f"{legible(compared['perplexity'])}, ours is {ratio_value(compared['perplexity_ratio'])} times that"
+    theirs, times = format_perplexity(compared["perplexity"]), ratio_value(compared["perplexity_ratio"])
+    ratio = f"{theirs}, ours is {times} times that"
     rows = [(f"against {summary['options']['against']}", f"perplexity {ratio}")]
     for name, title in zip(DIVERGENCES, ("KL", "reverse KL", "JSD"), strict=True):
         middle, most = spread[name]["0.99"], spread[name]["1"]

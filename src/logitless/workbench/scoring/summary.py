@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ...errors import DataError, LogitlessError, NotFiniteError
 from ...sample.teacher import write_head
-from ...units import format_bytes, perplexity, plural
+from ...units import format_bytes, format_perplexity, perplexity, plural
 from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_json, write_whole
@@ -170,11 +170,6 @@ def numbers(known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def legible(perplexity: float) -> str:
-    """A perplexity of any size: "1,234.56", or "1.235e+09" where it is of more digits than can be read."""
-    return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
-
-
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What every summary's table begins with."""
     bits, unscored = summary["bits_per_byte"], summary["tokens"] - summary["scored_tokens"]
@@ -182,7 +177,7 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("documents", f"{summary['documents']:,}, {summary['skipped']:,} of them skipped"),
         ("tokens", f"{summary['scored_tokens']:,} scored; {unscored:,} not: the first of a text, {why}"),
-        ("perplexity", f"{legible(summary['perplexity'])} ({summary['nats_per_token']:.4f} nats per token)"),
+        ("perplexity", f"{format_perplexity(summary['perplexity'])} ({summary['nats_per_token']:.4f} nats per token)"),
         ("bits per byte", "no byte in the text" if bits is None else f"{bits:.4f}"),
     ]
 

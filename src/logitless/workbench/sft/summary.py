@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ...printable import on_one_line
-from ...units import one_unit, perplexity, plural
+from ...units import format_perplexity, one_unit, perplexity, plural
 from ..common.tables import facts
 
 SCHEMA = 1
@@ -48,6 +48,7 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
+    reached = f"{after:.3f} (perplexity {format_perplexity(perplexity(after))})"
     teacher = summary.get("teacher")
     step_memory = {} if teacher else summary["step_memory"]
     peaks = (found.get("peak_bytes", 0) for found in step_memory.values())
@@ -55,10 +56,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *([] if teacher is None else [("teacher", _teacher(teacher))]),
         ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
-        (
-            "held-out loss",
-            f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} (perplexity {perplexity(after):,.1f})",
-        ),
+        ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {reached}"),
         (
             "speed",
             f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
