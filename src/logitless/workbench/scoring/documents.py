@@ -14,6 +14,7 @@ from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
 from ..sources.corpus import (
+    NO_VALUE,
     TEXT_FIELDS,
     Row,
     arrow_rows,
@@ -221,19 +222,19 @@ def _chats(batch: Any) -> Iterator[Chat | Problem]:
     for row in range(batch.num_rows):
         try:
             yield Chat(batch.slice(row, 1).to_pylist()[0])
-        except (ValueError, OverflowError) as error:
+        except NO_VALUE as error:
             yield _unread(error)
 
 
 def _scalar(value: Any) -> Any:
     try:
         return value.as_py()
-    except (ValueError, OverflowError) as error:
+    except NO_VALUE as error:
         return _unread(error)
 
 
-def _unread(error: ValueError | OverflowError) -> Problem:
-    """What Python has no value for: bytes that are no text, or a date after the year 9999."""
+def _unread(error: Exception) -> Problem:
+    """Of a value that Python does not have."""
     return Problem("not UTF-8 text" if isinstance(error, UnicodeDecodeError) else first_line(error)[:120])
 
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
+from zoneinfo import ZoneInfoNotFoundError
 
 from ...errors import DataError, LogitlessError
 from ...units import plural
@@ -26,7 +27,9 @@ _REMEDIES = {  # by what is no text in a message, and what it is
 }
 CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
 LONGEST_ROW = 2**20  # characters of a .json file, among which its first row is looked for
-NO_ZONE = "The zoneinfo module or pytz"  # what pyarrow says is missing where it does not know a time zone
+NO_ZONE = "The zoneinfo module or pytz"  # what newer pyarrow says is missing where it does not know a time zone
+# What Python has no value for: bytes that are no text, a date after the year 9999, a time zone.
+NO_VALUE = ValueError, OverflowError, ZoneInfoNotFoundError
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -276,13 +279,13 @@ def readable_rows(path: Path, what: str) -> Iterator[None]:
         raise
     except UnicodeDecodeError:
         raise DataError(f"--data {path}: expected text in UTF-8, got other bytes; write it in UTF-8") from None
-    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # two of dates that Python does not have
+    except (OSError, *NO_VALUE, pa.ArrowException) as error:
         raise DataError(f"--data {path}: not a readable {what} ({first_line(error)})") from None
 
 
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    if lines and NO_ZONE in lines[0]:
+    if isinstance(error, ZoneInfoNotFoundError) or (lines and NO_ZONE in lines[0]):
         return "a time zone that is not known here; write the times in another, or pip install tzdata"
     return lines[0] if lines else type(error).__name__
 
