@@ -54,7 +54,7 @@ def focal(logprob: Tensor, gamma: float = 2.0) -> Tensor:
         p = z.softmax(-1).gather(-1, labels[..., None])[..., 0]
         loss = -((1 - p) ** gamma) * p.log()
 
-    Reads `logprob`; 1 - p keeps its digits when p is near 1. Raises OptionError for a negative gamma.
+    Reads `logprob`; 1 - p keeps its digits when p is near 1. Raises OptionError unless gamma >= 0.
     Lin et al., "Focal Loss for Dense Object Detection", arXiv:1708.02002.
     """
     if not gamma >= 0.0:

@@ -413,9 +413,8 @@ class TestData:
         path.write_text(4 * (json.dumps(row) + "\n"))
         rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
         assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
-        path.write_text(
-            4 * (json.dumps({"prompt": "a", "completion": "b", "tools": tools}) + "\n")
-        )  # of text, which has none
+        text = {"prompt": "a", "completion": "b", "tools": tools}  # which has no tools to be written
+        path.write_text(4 * (json.dumps(text) + "\n"))
         rows_of(config(path, method=method), tokenizer, 9, heard.append)
         assert len(heard) == said
 

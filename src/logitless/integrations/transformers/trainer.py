@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -19,16 +19,20 @@ from .multi_token import attached
 KEPT = "_logitless"
 
 
+class Replaced(NamedTuple):
+    """A method of ours, and the instance's own that was there, where it had one."""
+
+    ours: Callable[..., Any]
+    own: Callable[..., Any] | None
+
+
 @dataclass
 class Kept:
     """What `install` keeps of a Trainer: what it replaced there."""
 
-    step: Callable[..., Any] | None  # prediction_step of the instance, where it had one
-    put: dict[str, Any] = field(default_factory=dict)  # what we put into the instance, by name
+    put: dict[str, Replaced] = field(default_factory=dict)  # methods that we put into the instance, by name
     smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
     evaluation: Evaluation | None = None  # where its metrics come from statistics
-    loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
-    maker: Callable[..., Any] | None = None  # call_model_init of the instance, where it had one
     install: Callable[[Any], None] | None = None  # for the models that model_init makes
     multi_token: bool = False  # the model has heads that predict the tokens further on
 
@@ -45,16 +49,17 @@ def trainers_of(model: Any) -> list[Any]:
 def _put_into(trainer: Any, name: str, value: Callable[..., Any]) -> None:
     """Gives the instance a method; `_take_out` takes it away."""
     kept: Kept = trainer.__dict__[KEPT]
-    kept.put[name] = trainer.__dict__[name] = value
+    kept.put[name] = Replaced(value, trainer.__dict__.get(name))
+    trainer.__dict__[name] = value
 
 
-def _take_out(trainer: Any, kept: Kept, name: str, before: Callable[..., Any] | None) -> None:
+def _take_out(trainer: Any, kept: Kept, name: str) -> None:
     """Puts back what was there, unless somebody has wrapped ours: theirs stays, and ours does nothing of its own."""
-    ours = kept.put.pop(name, None)
-    if ours is not None and trainer.__dict__.get(name) is ours:
+    put = kept.put.pop(name, None)
+    if put is not None and trainer.__dict__.get(name) is put.ours:
         del trainer.__dict__[name]
-        if before is not None:
-            trainer.__dict__[name] = before
+        if put.own is not None:
+            trainer.__dict__[name] = put.own
 
 
 def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
@@ -64,7 +69,7 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
     kept.install, kept.multi_token = install, attached(model) is not None
     if getattr(trainer, "model_init", None) is None or "call_model_init" in kept.put:
         return
-    own, kept.maker = trainer.call_model_init, trainer.__dict__.get("call_model_init")
+    own = trainer.call_model_init
 
     def call_model_init(*given: Any, **more: Any) -> Any:
         model = own(*given, **more)
@@ -104,7 +109,7 @@ def take_over(trainer: Any, loss: str, evaluation: Evaluation | None) -> None:
     """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
     kept: Kept | None = trainer.__dict__.get(KEPT)
     if kept is None:
-        kept = trainer.__dict__[KEPT] = Kept(trainer.__dict__.get("prediction_step"))
+        kept = trainer.__dict__[KEPT] = Kept()
         _put_into(trainer, "prediction_step", MethodType(_prediction_step, trainer))
     _measure(trainer, evaluation)
     if loss == "dense":
@@ -117,10 +122,9 @@ def _measure(trainer: Any, evaluation: Evaluation | None) -> None:
     """Puts the metrics of an evaluation in, or takes them out."""
     kept: Kept = trainer.__dict__[KEPT]
     if kept.evaluation is not None:
-        _take_out(trainer, kept, "evaluation_loop", kept.loop)
+        _take_out(trainer, kept, "evaluation_loop")
     kept.evaluation = evaluation
     if evaluation is not None:
-        kept.loop = trainer.__dict__.get("evaluation_loop")
         _put_into(trainer, "evaluation_loop", functools.partial(evaluation.loop, trainer.evaluation_loop))
 
 
@@ -131,16 +135,17 @@ def give_back(trainer: Any) -> None:
     _measure(trainer, None)
     kept: Kept = trainer.__dict__.pop(KEPT)
     trainer.label_smoother, kept.install = kept.smoother or trainer.label_smoother, None
-    _take_out(trainer, kept, "prediction_step", kept.step)
-    _take_out(trainer, kept, "call_model_init", kept.maker)
+    _take_out(trainer, kept, "prediction_step")
+    _take_out(trainer, kept, "call_model_init")
 
 
 def _prediction_step(
     trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
 ) -> Any:
     """The Trainer's own step; where it is asked for logits, of the model as it is without us."""
-    kept: Kept = trainer.__dict__.get(KEPT) or Kept(None)  # gone, where somebody wrapped ours
-    step = kept.step or functools.partial(type(trainer).prediction_step, trainer)
+    kept: Kept = trainer.__dict__.get(KEPT) or Kept()  # gone, where somebody wrapped ours
+    put = kept.put.get("prediction_step")
+    step = (put and put.own) or functools.partial(type(trainer).prediction_step, trainer)
     state = causal_lm(trainer.model).__dict__.get(STATE)
     if kept.evaluation is not None and state is not None:
         with replaced(state, "method", "logitless"):

@@ -178,9 +178,10 @@ def _known(
     other = columns["token"][rows][~scored[rows] if whole else scored[rows]].tolist()
     size = byte_count(scorer.subject.tokenizer.saved, other)
     size = len(piece.text.encode()) - size if whole else size
-    size = max(0, size) if scored[rows].any() else 0  # a text that is passed over has no bits, and no bytes either
+    count = int(scored[rows].sum())
+    size = max(0, size) if count else 0  # a text that is passed over has no bits, and no bytes either
     with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
     nats = 0.0 - float(with_scores["logprob"].sum(dtype=np.float64))  # of none not -0.0
-    sums = {"rows": rows.stop - rows.start, "scored": int(scored[rows].sum()), "nats": nats, "bytes": size}
+    sums = {"rows": rows.stop - rows.start, "scored": count, "nats": nats, "bytes": size}
     sums |= scorer.measure.sums(with_scores)
     return {"document": piece.document, "name": piece.name, **sums, **({"why": why} if why else {})}
