@@ -60,6 +60,7 @@ def of_z_loss(x):
             lambda: LMHead(np.zeros((7, 3), np.float32), token_ids=np.arange(7)),
         ),
         (OptionError, "needs labels, got None", lambda: token_stats(HIDDEN, HEAD)),
+        (OptionError, r"pass reference=\(hidden, head\)$", lambda: token_stats(HIDDEN, HEAD, want=("kl",))),
         (OptionError, "^k: expected .* in 1..7 .*, got 8", lambda: linear_topk(HIDDEN, HEAD, 8)),
         (OptionError, "^k: expected .* in 1..7 .*, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),
         (OptionError, "a number in 1e-24", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),

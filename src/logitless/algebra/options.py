@@ -68,7 +68,7 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
         if STATISTICS[name].needs_label and not labels:
             raise OptionError(f"want: {name!r} needs labels, got None; pass labels, or leave {name!r} out of want")
         if STATISTICS[name].needs_reference and not reference:
-            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head), or its logits")
+            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head)")
         if STATISTICS[name].needs_candidates and not candidates:
             raise OptionError(f"want: {name} is of everything but the candidates; pass candidates=ids")
     return tuple(dict.fromkeys(want))

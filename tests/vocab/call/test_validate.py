@@ -70,6 +70,8 @@ def test_a_cross_entropy_of_what_is_no_head_or_no_hidden_states(options):
     layer, output = nn.Linear(H, V), object()
     loss = ll.linear_cross_entropy
     refused(DtypeError, lambda: loss(HIDDEN, layer, LABELS, **options), "head: expected an LMHead, got Linear")
+    other = type("LMHead", (), {"__module__": "logitless.jax.head"})()
+    refused(DtypeError, lambda: loss(HIDDEN, other, LABELS, **options), "an LMHead, got logitless.jax.head.LMHead")
     refused(DtypeError, lambda: loss(output, ll.LMHead(WEIGHT), LABELS, **options), "hidden: expected", "got object")
 
 

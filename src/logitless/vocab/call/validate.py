@@ -266,9 +266,9 @@ def _refuse_dtensors(**given: Any) -> None:
 def check_hidden(hidden: Tensor, head: LMHead, of: str = "") -> tuple[int, ...]:
     """The leading dimensions of hidden states; raises where they are none, or none of this head."""
     if not isinstance(head, LMHead):
-        raise DtypeError(
-            f"{of}head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)"
-        )
+        got = type(head).__name__
+        got = f"{type(head).__module__}.{got}" if got == LMHead.__name__ else got  # JAX's
+        raise DtypeError(f"{of}head: expected an LMHead, got {got}; use LMHead.of(model) or LMHead(weight)")
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
         got = dtype_of(hidden)
         raise DtypeError(
