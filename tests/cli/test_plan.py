@@ -237,6 +237,16 @@ def test_check():
     assert main(RUN) == 0
 
 
+def test_a_fit_says_what_it_leaves_as_given(capsys):
+    """It halves a length that context parallelism would keep."""
+    run = ["plan", "--model", "llama-3.1-8b", "--gpus", "8x80GiB", "--sharding", "fsdp2", "--context-length", "131072"]
+    assert main([*run, "--gradient-checkpointing", "--fit"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "response-length 65536" in out
+    assert "--fit leaves parallelism, offloading, tiles and optimizer as given: --what-if tries them" in out
+    assert main([*run, "--gradient-checkpointing", "--micro-batch", "1", "--context-parallel", "8", "--check"]) == 0
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", "--model", "qwen3-8b", "--algorithm", "ppo", "--gpus", "24GiB", "--fit"]) == 0
     assert "nothing fits" in capsys.readouterr().out

@@ -114,7 +114,7 @@ class PlanConfig:
     what_if: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """KEY=VALUE: plan again with this option changed; several are planned one by one."""
     fit: bool = False
-    """Search a conservative and an aggressive setting that fit, and say why."""
+    """Search a conservative and an aggressive setting that fit, and say why: batch and lengths may get smaller."""
     components: bool = False
     """List everything that a GPU holds, with its shape and the phases in which it lives."""
     check: bool = False
@@ -182,8 +182,7 @@ def main(arguments: Sequence[str]) -> int:
         if changes:
             report.show_changes([("as given", dense, logitless), *changes], console, config.units)
         report.show_fits(found, console, config.units)
-        if (more := report.more(config.fit, config.components)) is not None:
-            console.print(f"[dim]{more}[/dim]", highlight=False)
+        console.print(f"[dim]{report.more(config.fit, config.components)}[/dim]", highlight=False)
 
     value = report.as_json(dense, logitless)
     value["sweep"] = [{"algorithm": row[1].setting.algorithm, **_row("length", *row)} for row in lengths]

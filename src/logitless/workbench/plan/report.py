@@ -54,12 +54,14 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB", *, 
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def more(fitted: bool, components: bool) -> str | None:
+def more(fitted: bool, components: bool) -> str:
     """The options that show what was not asked for."""
     offers = [] if components else ["--components lists what each phase holds"]
-    if not fitted:
+    if fitted:
+        offers.append("--fit leaves parallelism, offloading, tiles and optimizer as given: --what-if tries them")
+    else:
         offers.append("--fit searches a setting that fits, and says why")
-    return "; ".join(offers) or None
+    return "; ".join(offers)
 
 
 def notes(setting: Setting) -> list[str]:
