@@ -27,6 +27,13 @@ def test_linear(bias):
     assert_same(dense_logits(x, head).float(), linear(x), 1e-5)
 
 
+def test_what_is_printed_of_a_head_is_what_was_found():
+    low_rank = ll.LowRank(torch.zeros(2, H), torch.zeros(V, 2), scaling=0.5)
+    head = replace(ll.LMHead.of(nn.Linear(H, V)), softcap=30.0, adapters=(low_rank,))
+    adapter = f"LowRank(a=(2, {H}), b=({V}, 2), scaling=0.5)"
+    assert repr(head) == f"LMHead(weight=({V}, {H}), bias=({V},), softcap=30.0, adapters=({adapter},))"
+
+
 @each_model
 def test_logits_are_the_models_own(name):
     model, ids = tiny(name), token_ids()

@@ -14,7 +14,7 @@ from ...algebra.options import is_number, whole_within
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
-from .low_rank import LowRank
+from .low_rank import LowRank, in_shapes
 from .packed import quantised
 from .quantised import Weight
 from .shard import VocabShard, check_plain, is_dtensor, local_part, localised
@@ -78,6 +78,9 @@ class LMHead:
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", None if self.softcap is None else float(self.softcap))
         _check_token_ids(self.token_ids, self.rows, self.weight)
+
+    def __repr__(self) -> str:
+        return in_shapes(self)
 
     @property
     def rows(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,9 @@ class LowRank:
     scaling: float = 1.0
     dropout: float = 0.0
 
+    def __repr__(self) -> str:
+        return in_shapes(self)
+
     def __post_init__(self) -> None:
         for name, x in (("a", self.a), ("b", self.b)):
             if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -50,3 +54,11 @@ class LowRank:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
         object.__setattr__(self, "scaling", float(self.scaling))
         object.__setattr__(self, "dropout", float(self.dropout))
+
+
+def in_shapes(parts: Any) -> str:
+    """What `repr` says of a head or its adapter: tensors by their shapes, and nothing that is as by default."""
+    shown = {f.name: getattr(parts, f.name) for f in fields(parts)}
+    shown = {name: tuple(x.shape) if hasattr(x, "shape") else x for name, x in shown.items()}
+    said = (f"{f.name}={shown[f.name]!r}" for f in fields(parts) if shown[f.name] != f.default)
+    return f"{type(parts).__name__}({', '.join(said)})"
