@@ -47,15 +47,15 @@ def install(
     without gradients NaN; hidden states with NaN are a NotFiniteError (on a GPU at the next call, without a wait).
     Of a masked language model (BERT, ModernBERT, XLM-R, ...) only labelled tokens meet the head's matrix.
     model: a causal, masked or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or
-    a transformers Trainer, whose label smoothing is then logitless too. loss: "logitless", "dense", or "auto": dense
-    where the logits fit the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB
-    unless given, up to 1 GiB on a GPU. label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give
-    perplexity, accuracy and entropy, and `compute_metrics` gets statistics of each token, never logits; False: both
-    gather logits as the Trainer does. It is so by default but where logits or texts are meant to be read: with
-    loss="dense", compute_loss_func and predict_with_generate; rows without labels, or whose labels a compute_loss of
-    one's own keeps from the model, are evaluated as before. multi_token: heads that predict the tokens further on;
-    their losses are added, and their parameters are the model's, as `model.multi_token`, until `uninstall`. Installing
-    again changes all this, and keeps them where none are given.
+    a transformers Trainer, whose label smoothing is then logitless too. TRL's have integrations.trl.install. loss:
+    "logitless", "dense", or "auto": dense where the logits fit the threshold, in bytes; the budget unless given.
+    memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. label_smoothing: in 0..1. metrics, of a
+    Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and `compute_metrics` gets statistics of
+    each token, never logits; False: both gather logits as the Trainer does. It is so by default but where logits or
+    texts are meant to be read: with loss="dense", compute_loss_func and predict_with_generate; rows without labels, or
+    whose labels a compute_loss of one's own keeps from the model, are evaluated as before. multi_token: heads that
+    predict the tokens further on; their losses are added, and their parameters are the model's, as `model.multi_token`,
+    until `uninstall`. Installing again changes all this, and keeps them where none are given.
     Raises OptionError and ConfigError (no head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked
     mean), the model then as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
