@@ -14,7 +14,8 @@ from logitless import errors
 # Of code at 1,280 px, and on a page that hides its table of contents.
 COLUMNS, WHOLE_COLUMNS = 100, 120
 # What a search weighs a page by: people come for what to do, not for why it was decided so.
-BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
+BOOSTS = {"index.md": 4.0, "how-to/transformers.md": 4.0}  # where most begin
+BOOSTS |= {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
 BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4, "where-reports-go-wrong.md": 0.1}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
