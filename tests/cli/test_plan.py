@@ -247,6 +247,22 @@ def test_a_fit_says_what_it_leaves_as_given(capsys):
     assert main([*run, "--gradient-checkpointing", "--micro-batch", "1", "--context-parallel", "8", "--check"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--batch-size 1", True),
+        ("--batch-size 8", False),
+        ("--batch-size 1 --context-parallel 8", False),
+        ("--algorithm grpo --batch-size 2 --responses-per-prompt 4", False),
+    ],
+)
+def test_gpus_without_a_row_are_said(given, told, capsys):
+    assert main(["plan", "--gpus", "8x80GiB", *given.split(), "--json", "-"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    said = "rows: 1 a step for 8 GPUs or groups of them, so some have none"
+    assert [note.partition(";")[0] for note in notes if note.startswith("rows")] == [said] * told
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", "--model", "qwen3-8b", "--algorithm", "ppo", "--gpus", "24GiB", "--fit"]) == 0
     assert "nothing fits" in capsys.readouterr().out
