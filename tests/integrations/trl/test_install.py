@@ -13,6 +13,7 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, Trainer
 
+import logitless as ll
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl import contract, install, uninstall
 from logitless.integrations.trl.forward import TokenOutput
@@ -327,6 +328,16 @@ def test_a_forward_that_is_not_trls(trainer):
     with pytest.raises(ConfigError, match="add_fused_lm_head"):
         install(trainer)
     assert state_of(trainer) == before
+
+
+def test_a_forward_under_the_other_install(trainer):
+    ll.install(trainer.model)
+    before = state_of(trainer)
+    with pytest.raises(ConfigError, match=r"call logitless.uninstall\(trainer.model\) before this install$"):
+        install(trainer)
+    assert state_of(trainer) == before
+    ll.uninstall(trainer.model)
+    install(trainer)
 
 
 def test_the_signature_stays(trainer):

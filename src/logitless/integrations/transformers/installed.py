@@ -84,6 +84,11 @@ def is_installed(model: Any) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(model).forward
 
 
+def is_ours(forward: Any) -> bool:
+    """Whether it is what `install` puts in the place of a model's forward."""
+    return hasattr(forward, STATE)
+
+
 @functools.cache
 def forward_like(kind: type) -> Callable[..., Any]:
     """A method with the signature of `kind.forward`, which generate and Trainer read."""

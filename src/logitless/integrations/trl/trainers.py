@@ -15,6 +15,7 @@ from ...errors import ConfigError, OptionError
 from ...models.positions import reach
 from ...vocab.face import LMHead, encodes, explain
 from ..transformers.evaluation import Evaluation
+from ..transformers.installed import is_ours
 from ..transformers.lm_head import causal_lm, output_head, replaced
 from ..transformers.trainer import check_kernels
 from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, only_own_loss, own_loss, require, settings_of
@@ -252,6 +253,11 @@ def _fused_forward(
     trainer: Any, model: Any, asked: Wanted, only_logprob: bool = False, equal_weights: bool = False
 ) -> Fused:
     """What replaces TRL's fused forward on a model, with the settings that TRL gave it."""
+    if is_ours(model.forward):
+        raise ConfigError(
+            "trainer: logitless.install stands over TRL's forward of its model, and does nothing for TRL's trainers; "
+            "call logitless.uninstall(trainer.model) before this install"
+        )
     settings = settings_of(model.forward)
     names = tuple(dict.fromkeys(("logprob", *(STATISTIC_OF[name] for name in settings.outputs), *asked.statistics)))
     wanted = Wanted(names, settings.temperature, asked.top_k, asked.memory_budget, only_logprob, equal_weights)
