@@ -567,6 +567,7 @@ def test_folders_that_nothing_is_written_into_are_taken_away(micro, tmp_path):
         ({"documents": Path("-")}, OptionError, "--documents -: expected a file to write"),
         ({"out": Path()}, OptionError, "--out . is a folder; name a file in it"),
         ({"out": Path("/dev/null")}, OptionError, "--out /dev/null: expected a file, .* got a device"),
+        ({"out": Path("a.CSV")}, OptionError, r"^--out a.CSV: rows are written as parquet; .* ends in .parquet$"),
         ({"model": "tiny"}, ConfigError, "a directory with weights to score with, or a hub id"),
         ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),
     ],

@@ -28,6 +28,7 @@ from ..common.options import (
 from ..common.written import is_result
 
 MOST_CONTEXT = 4096  # unless asked for: attention over more costs more than it tells
+OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".txt")  # that a name of parquet would promise
 SUFFIXES = (".txt", ".text", ".md", ".json", ".jsonl", ".parquet")  # that say of a name that it is text
 DECIDING = ("model", "data", "context_length", "stride", "bos", "batch_tokens", "dtype")
 
@@ -130,6 +131,8 @@ class ScoreConfig(TextOptions):
         self.check_text()
         if self.place.is_char_device():
             raise OptionError(f"--out {self.place}: expected a file, beside which parts are collected, got a device")
+        if self.place.suffix.lower() in OTHER_FORMATS:
+            raise OptionError(f"--out {self.place}: rows are written as parquet; give a name that ends in .parquet")
         if self.store == "topk" and self.hidden_dtype != "bfloat16":
             raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
         if self.store == "hidden" and self.keep != ScoreConfig.keep:
