@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from logitless import retrieval
 from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
-from logitless.retrieval import SparseRows
+from logitless.retrieval import MaxPooled, SparseRows
 
 
 def sparse(rows: int, size: int) -> SparseRows:
@@ -67,7 +67,8 @@ def test_in_batch_loss():
     shared = torch.tensor([1, 0, 1])
     expected = -tall.softmax(1)[range(3), shared].log().mean()
     torch.testing.assert_close(retrieval.in_batch_loss(tall, shared), expected)
-    torch.testing.assert_close(retrieval.in_batch_loss(tall, shared.int()), expected)
+    torch.testing.assert_close(retrieval.in_batch_loss(tall, shared.to(torch.uint16)), expected)
+    torch.testing.assert_close(retrieval.in_batch_loss(tall, shared, torch.tensor([1.0])), expected)
     whole = torch.compile(retrieval.in_batch_loss, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(tall, shared), expected)
 
@@ -117,11 +118,17 @@ def test_what_is_refused():
     x = torch.zeros(3, 2)
     cases = [
         (lambda: retrieval.scores(x, torch.zeros(3, 4)), ShapeError, "of one vocabulary, got 2 and 4"),
-        (lambda: retrieval.scores(torch.zeros(17), sparse(3, 17)), ShapeError, r"queries \(Q, 17\) beside sparse"),
+        (lambda: retrieval.scores(x[0], x), ShapeError, r"queries: expected \(rows, vocabulary\), .* got \(2,\)"),
+        (lambda: retrieval.scores(x, x[None]), ShapeError, r"documents: expected .* got \(1, 3, 2\)"),
+        (lambda: retrieval.flops(x[0]), ShapeError, r"weights: expected .* got \(2,\)"),
+        (lambda: retrieval.flops(MaxPooled(x, x)), ShapeError, "weights: .* a tensor or SparseRows, got MaxPooled"),
         (lambda: retrieval.in_batch_loss(x), ShapeError, r"a document for each query, got \(3, 2\)"),
         (lambda: retrieval.in_batch_loss(x[:, 0]), ShapeError, r"expected \(queries, documents\), .* got \(3,\)"),
         (lambda: retrieval.in_batch_loss(x[:, 0], torch.zeros(3).long()), ShapeError, r"got \(3,\)"),
-        (lambda: retrieval.in_batch_loss(x.T, temperature=0), OptionError, "temperature: expected a positive number"),
+        *(
+            (lambda t=t: retrieval.in_batch_loss(x.T, temperature=t), OptionError, "temperature: expected a positive")
+            for t in (0, torch.inf, "1", None, x[0])
+        ),
         (
             lambda: retrieval.in_batch_loss(x.T, torch.tensor([0, 3])),
             LabelError,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..algebra.options import is_number
 from ..errors import DtypeError, LabelError, OptionError, ShapeError
 from ..vocab.face import dtype_of, of_integers
-from .sparse import SparseRows
+from .sparse import SparseRows, check_rows
 
 IGNORED = -100  # torch's mark of a label that does not count
 
@@ -23,9 +24,10 @@ def flops(weights: Tensor | SparseRows) -> Tensor:
 
         loss = weights.mean(0).square().sum()
 
-    weights: (B, V), dense or `SparseRows`. Paria et al., "Minimizing FLOPs to Learn Efficient Sparse
+    weights: (B, V), dense or `SparseRows`, else ShapeError. Paria et al., "Minimizing FLOPs to Learn Efficient Sparse
     Representations", arXiv 2004.05665; in SPLADE: arXiv 2107.05720.
     """
+    check_rows("weights", weights)
     if isinstance(weights, Tensor):
         return (weights.mean(0) if len(weights) else weights.sum(0)).square().sum()  # of no document 0, as below
     sums = weights.values.new_zeros(weights.size).index_add(0, weights.ids, weights.values)
@@ -43,29 +45,32 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
     """
     if scores.dim() != 2 or (positives is None and scores.shape[0] > scores.shape[1]):
         raise ShapeError(f"scores: expected (queries, documents), a document for each query, got {tuple(scores.shape)}")
-    if not temperature > 0:
+    number = is_number(temperature) or (isinstance(temperature, Tensor) and temperature.numel() == 1)
+    if not number or not 0 < temperature < math.inf:
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
     if positives is None:
         positives = torch.arange(scores.shape[0], device=scores.device)
     else:
-        _check_positives(positives, *scores.shape)
-    losses = F.cross_entropy(scores / temperature, positives.long(), reduction="none")
+        positives = _checked(positives, *scores.shape)
+    losses = F.cross_entropy(scores / temperature, positives, reduction="none")
     return (losses / (positives != IGNORED).sum().clamp(min=1)).sum()
 
 
-def _check_positives(positives: Tensor, queries: int, documents: int) -> None:
+def _checked(positives: Tensor, queries: int, documents: int) -> Tensor:
     if not of_integers(positives):
         raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(positives)}")
     if positives.shape != (queries,):
         got = f"({queries},), got {tuple(positives.shape)}"
         raise ShapeError(f"positives: expected a document for each query, {got}; a query without one has {IGNORED}")
+    positives = positives.long()
     if torch.compiler.is_compiling():
-        return  # a graph looks at no values
+        return positives  # a graph looks at no values
     wrong = positives[((positives < 0) | (positives >= documents)) & (positives != IGNORED)]
     if wrong.numel():
         raise LabelError(
             f"positives: expected documents in 0..{documents - 1}, got {int(wrong[0])}; count them in the batch"
         )
+    return positives
 
 
 def margin_mse(positive: Tensor, negative: Tensor, teacher_positive: Tensor, teacher_negative: Tensor) -> Tensor:

@@ -54,14 +54,22 @@ def scores(queries: Tensor | SparseRows, documents: Tensor | SparseRows) -> Tens
     queries: (Q, V), documents: (B, V), each dense or `SparseRows`; differentiable in both. Sparse documents cost their
     entries times Q, and never are (B, V). Raises ShapeError.
     """
+    check_rows("queries", queries)
+    check_rows("documents", documents)
     size = documents.size if isinstance(documents, SparseRows) else documents.shape[-1]
     dense = queries.dense() if isinstance(queries, SparseRows) else queries
     if dense.shape[-1] != size:
         raise ShapeError(f"scores: expected queries and documents of one vocabulary, got {dense.shape[-1]} and {size}")
     if isinstance(documents, Tensor):
         return dense @ documents.T
-    if dense.dim() != 2:
-        raise ShapeError(f"scores: expected queries (Q, {size}) beside sparse documents, got {tuple(dense.shape)}")
     table, starts = dense.T.contiguous(), documents.offsets[:-1]
     weights = documents.values.to(table.dtype)
     return F.embedding_bag(documents.ids, table, starts, per_sample_weights=weights, mode="sum").T
+
+
+def check_rows(name: str, x: object) -> None:
+    """ShapeError for what is no matrix of weights, such as one document's own (V,)."""
+    if isinstance(x, SparseRows) or (isinstance(x, Tensor) and x.dim() == 2):
+        return
+    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    raise ShapeError(f"{name}: expected (rows, vocabulary), a tensor or SparseRows, got {got}")
