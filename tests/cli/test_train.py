@@ -57,7 +57,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
     )
     taught = (
         "--teacher t --distill-tail tail-aware --distill-tail-weight 3 --distill-top-k 5 --distill-weight 0.5 "
-        "--distill-temperature 2 --teacher-ids i --loss-on all --report-to wandb"
+        "--distill-temperature 2 --teacher-ids i --report-to wandb"
     )
     student = TrainConfig(
         teacher="t",
@@ -67,12 +67,12 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         distill_weight=0.5,
         distill_temperature=2.0,
         teacher_ids="i",
-        loss_on="all",
         report_to="wandb",
     )
     others = {
         "--teacher t --distill-loss reverse": TrainConfig(teacher="t", distill_loss="reverse"),
         "--tensor-parallel 2 --context-parallel 2": TrainConfig(tensor_parallel=2, context_parallel=2),
+        "--loss-on all": TrainConfig(loss_on="all"),
         "--loss-threshold 1GB": TrainConfig(loss_threshold="1GB"),
         "--mixed-precision bf16": TrainConfig(mixed_precision="bf16"),
     }

@@ -133,5 +133,5 @@ def test_a_record_of_answers_teaches_nobody(talker, tmp_path):
     run(config(talker, written(tmp_path / "a.jsonl", "jsonl"), out))
     teacher = Teacher.of(TrainConfig(model=str(talker), teacher=str(out)), pretrained(str(talker)), 259)
     assert teacher is not None
-    with pytest.raises(DataError, match="2 of 2 documents without scores"):
+    with pytest.raises(DataError, match="2 of 2 documents with tokens that have no score, as conv"):
         teacher.streams(16)

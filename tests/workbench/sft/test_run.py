@@ -29,7 +29,7 @@ from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load
 from logitless.workbench.sft.run import run
 from tests.support import forked
-from tests.support.workbench.micro import CONTEXT, micro_directory
+from tests.support.workbench.micro import CONTEXT, micro_directory, micro_model
 from tests.support.workbench.processes import killed_at
 
 QUIET = Console(quiet=True)
@@ -324,6 +324,15 @@ class TestShortRuns:
     def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path, loss, error, message):
         with pytest.raises(error, match=message):
             run(replace(micro.config, loss=loss, learning_rate=1e30, output_dir=tmp_path / "nan"), QUIET)
+
+    def test_a_model_that_is_not_finite_is_not_said_to_learn_too_fast(self, micro, tmp_path):
+        micro_directory(tmp_path / "model")
+        model = micro_model()
+        torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+        model.save_pretrained(tmp_path / "model")
+        config = replace(micro.config, model=str(tmp_path / "model"), loss="dense", output_dir=tmp_path / "run")
+        with pytest.raises(NotFiniteError, match="nan at step 0: nothing was learned yet; give a --model of finite"):
+            run(config, QUIET)
 
 
 def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):

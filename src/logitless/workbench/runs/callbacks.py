@@ -136,7 +136,9 @@ class AfterLastStep(TrainerCallback):
 def check_finite(what: str, value: float, step: int) -> None:
     """NotFiniteError for a number that shows that a run has diverged."""
     if not math.isfinite(value):
-        raise NotFiniteError(f"{what} {value} at step {step}: lower --learning-rate; checkpoints are kept")
+        begun = "lower --learning-rate; checkpoints are kept"
+        hint = begun if step > 1 else "nothing was learned yet; give a --model of finite weights, or --dtype float32"
+        raise NotFiniteError(f"{what} {value} at step {step}: {hint}")
 
 
 @torch.no_grad()

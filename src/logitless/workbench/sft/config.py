@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ...algebra.rules import TEMPERATURES, is_temperature
 from ...errors import OptionError
 from ...models.positions import parse_scaling
 from ...units import parse_bytes
@@ -124,7 +123,7 @@ class TrainConfig(RunOptions):
             return
         require(0 < self.distill_weight <= 1, "distill_weight", "above 0, at most 1", self.distill_weight)
         temperature = self.distill_temperature
-        require(is_temperature(temperature), "distill_temperature", f"in {TEMPERATURES}", temperature)
+        require(1e-3 <= temperature <= 1e3, "distill_temperature", "in 0.001..1000", temperature)  # its square scales
         tail, tail_weight = self.distill_tail, self.distill_tail_weight
         require(math.isfinite(tail_weight) and tail_weight > 0, "distill_tail_weight", "positive", tail_weight)
         if tail != "bucket" and self.distill_loss == "reverse":
@@ -133,6 +132,8 @@ class TrainConfig(RunOptions):
             raise OptionError(f"--distill-tail-weight {tail_weight:g} is of --distill-tail tail-aware: give both")
         if tail == "bucket" and (k := self.distill_top_k) != TrainConfig.distill_top_k:
             raise OptionError(f"--distill-top-k {k} is of --distill-tail decoupled or tail-aware: give both")
+        if self.loss_on != TrainConfig.loss_on:
+            raise OptionError(f"--loss-on {self.loss_on} is of conversations, not of --teacher: give one of the two")
         if self.loss == "dense":
             raise OptionError("--loss dense: with --teacher no logits are made; leave it out")
         for name in ("tensor_parallel", "context_parallel"):

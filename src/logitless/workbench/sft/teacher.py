@@ -119,7 +119,7 @@ class Teacher:
                 documents.append(Example(places, np.arange(len(places)) >= len(opening)))
         count = plural(len(tokens) - 1, "document")
         what = {
-            "without scores: left out": silent,
+            "with tokens that have no score, as conversations have: left out": silent,
             "with tokens that the student has no entry for: left out": foreign,
             f"longer than {plural(length, 'token')}: what follows is read without them": sum(
                 len(x.ids) > length for x in documents
