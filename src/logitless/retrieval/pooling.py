@@ -166,7 +166,7 @@ def _padded(hidden: Tensor, mask: Tensor | None) -> Documents:
     if tuple(mask.shape) != (n_documents, length):
         raise ShapeError(f"mask: expected {(n_documents, length)}, a number for each token, got {tuple(mask.shape)}")
     counts = mask.count_nonzero(1).tolist()
-    first = torch.arange(0, max(n_documents * length, 1), max(length, 1), device=hidden.device)[:n_documents]
+    first = torch.arange(n_documents, device=hidden.device) * length
     return Documents(mask.reshape(-1).nonzero().squeeze(1), counts, first)
 
 
