@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.common.written import WRITTEN
+from logitless.workbench.runs.callbacks import HeldOut
 from logitless.workbench.runs.checkpoints import KEPT, RUN_FILE, checkpoints, last_checkpoint, mark
 from logitless.workbench.runs.ending import Interrupted, explained
 from logitless.workbench.runs.rundir import stored
@@ -223,6 +225,10 @@ class TestShortRuns:
         summary = run(replace(again, max_steps=6), QUIET)
         assert summary["steps"] == 6
         assert list(losses(place)) == [1, 2, 3, 4, 5, 6]
+        steps = [{"tokens": 0, "seconds": 0.0}, *(r for r in read_lines(place / "metrics.jsonl") if "loss" in r)]
+        for one, after in pairwise(steps):  # time and tokens go on, and the speed is of a step's own
+            took, speed = after["seconds"] - one["seconds"], after["tokens_per_second"]
+            assert after["tokens"] - one["tokens"] == pytest.approx(took * speed, abs=2e-3 * speed)
 
     def test_more_steps_are_gone_by_from_the_first_of_them(self, micro, tmp_path):
         """The rate of a longer run's curve, and checkpoints as far apart as it makes them."""
@@ -248,6 +254,21 @@ class TestShortRuns:
         assert last_checkpoint(place) == (place / "checkpoint-6", 6)
         resume(place)
         assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
+
+    def test_a_signal_while_the_trained_model_is_measured_ends_that_at_once(self, micro, heard, tmp_path, monkeypatch):
+        """It was said that a step would be finished, and all was measured first, for nothing."""
+        place, measured = tmp_path / "run", HeldOut.conclude
+
+        def conclude(*given):
+            os.kill(os.getpid(), signal.SIGINT)
+            measured(*given)
+
+        monkeypatch.setattr(HeldOut, "conclude", conclude)
+        with pytest.raises(Interrupted, match=f"goes on from step {micro.config.max_steps}"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        assert [r["step"] for r in read_lines(place / "metrics.jsonl") if "held_out_loss" in r] == [0]
+        monkeypatch.undo()
+        assert resume(place)["steps"] == micro.config.max_steps
 
     def test_a_signal_in_the_last_step_is_one_too(self, micro, finished, heard, tmp_path, monkeypatch):
         """Else what trains a model first, and goes on with it, would go on."""

@@ -26,9 +26,10 @@ def taking_steps(
     """
     alone = trainer.args.world_size == 1  # ranks that stop at different steps would wait for each other forever
     stop = GentleStop(bar.console) if alone else None
-    for callback in (bar.records, *([stop] if stop else []), held_out, bar, OwnCheckpoints(place)):
+    for callback in (bar.records, held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
-    trainer.callback_handler.callbacks.insert(0, AfterLastStep(held_out.conclude))
+    # the end of the steps is known to who stops them before what comes after the last is measured
+    trainer.callback_handler.callbacks[:0] = [*([stop] if stop else []), AfterLastStep(held_out.conclude)]
     trainer.remove_callback(PrinterCallback)
     explain_failures(trainer, report_to)
     refuse_incomplete(trainer)
