@@ -1,6 +1,7 @@
 """Directories of runs: one process at a time, nothing of another's replaced, and checkpoints of one's own only."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from logitless.workbench.runs.checkpoints import (
     strange_checkpoint,
 )
 from logitless.workbench.runs.ending import explained
-from logitless.workbench.runs.rundir import claim, name_of, ranks_at_start, record
+from logitless.workbench.runs.rundir import claim, name_of, ranks_at_start, record, stored
 from logitless.workbench.sft.config import TrainConfig
 
 HOLDS = """
@@ -170,6 +171,18 @@ def test_a_run_that_was_killed_before_it_could_be_resumed_starts_again():
     with pytest.raises(ValueError, match="such"), explained(place, "train"):
         raise ValueError("such")
     assert claim(TrainConfig(output_dir=place), "any") == place
+
+
+def test_where_no_run_is_the_hint_is_of_one_that_has_begun():
+    Path("a b").mkdir()
+    nothing = "--resume a b: no run in this directory (expected run.json)"
+    with pytest.raises(ConfigError, match=f"{re.escape(nothing)}$"):
+        stored(Path("a b"), TrainConfig())
+    place = claim(TrainConfig(output_dir=Path("a b")), "any")
+    remedy = "; if no process is writing there, start it again with --output-dir 'a b'"
+    with pytest.raises(ConfigError, match=f"{re.escape(nothing + remedy)}$"):
+        stored(place, TrainConfig())
+    release(place)
 
 
 def test_a_refused_run_takes_away_what_it_made_alone():

@@ -19,7 +19,7 @@ from transformers.integrations import integration_utils
 from logitless.cli.main import main
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.grade.config import GradeConfig
-from logitless.workbench.runs.trackers import project
+from logitless.workbench.runs.trackers import check_tracker, project
 from logitless.workbench.sft.run import run
 from tests.support.workbench.micro import micro_model
 from tests.support.workbench.processes import finished, flags
@@ -174,6 +174,15 @@ def test_a_login_is_asked_for_before_anything_is_read(tracker, monkeypatch, caps
     assert capsys.readouterr().err == "logitless: --report-to wandb: No API key configured.\n"
     assert not config.output_dir.exists()
     assert os.environ["WANDB_PROJECT"] == "logitless"  # for transformers' callback
+
+
+def test_no_login_is_asked_for_where_runs_stay_on_this_machine(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("logitless.workbench.runs.trackers.log_in", lambda: pytest.fail("asked for a login"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    check_tracker("wandb")
+    assert os.environ["WANDB_PROJECT"] == "mine"
 
 
 def test_runs_are_in_a_project_of_our_name_unless_the_environment_says_otherwise(monkeypatch):

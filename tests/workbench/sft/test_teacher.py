@@ -18,7 +18,7 @@ from rich.console import Console
 import logitless
 from logitless.cli.main import main
 from logitless.errors import ConfigError, DataError, OptionError
-from logitless.sample import TeacherRecord
+from logitless.sample import TeacherRecord, TeacherRows
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.scoring.config import ScoreConfig
@@ -185,6 +185,60 @@ def test_a_student_of_a_part_of_the_vocabulary(scored, kind):
     if kind == "topk":
         assert batch["teacher_log_weights"].isneginf().any()
     assert_dense(teacher, micro_model(initializer_range=0.3, vocab_size=len(entries)).double())
+
+
+def test_the_head_of_a_part_of_the_vocabulary_has_its_rows_and_biases():
+    weight, bias, own = torch.randn(9, 4), torch.randn(9), [5, 2, 0]
+    record = SimpleNamespace(head=lambda: logitless.LMHead(weight, bias, scale=2.0, vocab_size=8))
+    head = Teacher(record, TrainConfig(teacher="t"), np.array(own)).head
+    assert torch.equal(head.weight, weight[own])
+    assert torch.equal(head.bias, bias[own])
+    assert (head.rows, head.scale) == (3, 2.0)
+
+
+def test_a_token_of_which_the_student_has_none_of_the_best_entries():
+    """It is not learned, and of nothing else the loss is 0."""
+    ids = torch.tensor([[1, 0], [8, 7], [2, 6]])
+    weights = torch.tensor([[0.5, 0.3], [0.6, 0.2], [0.5, 0.4]]).log()
+    record = SimpleNamespace(kind="topk", vocab_size=9)
+    record.read = lambda begin, end: TeacherRows(torch.ones(3), None, ids[begin:end], weights[begin:end])
+    teacher = Teacher(record, TrainConfig(teacher="t"), np.array([5, 2, 0]))
+    row = {"input_ids": [0, 1, 0, 2], "labels": [-100, 1, 0, 2], "position_ids": [0, 1, 2, 3]}
+    row = {name: torch.tensor(x) for name, x in row.items()}
+    batch = teacher.batch([{**row, "teacher_rows": torch.tensor([-1, 0, 1, 2])}])
+    assert batch["labels"].tolist() == [[-100, 1, -100, 2]]
+    assert batch["teacher_ids"][0, :3].tolist() == [[2, 2], [0, 0], [1, 1]]
+    assert batch["teacher_log_weights"][0, :3].exp().flatten().tolist() == pytest.approx([0, 0.3, 0, 0, 0.5, 0])
+    batch["labels"][:] = -100
+    assert teacher.loss(micro_model(vocab_size=3), batch, None) == 0
+
+
+@pytest.mark.parametrize(("opening", "left_out"), [((), 2), ((7,), 1)])
+def test_documents_that_are_left_out_or_too_long_are_counted(opening, left_out):
+    """A first token is learned where one stands before it."""
+    scored = [[False, True, True, True, True], [False, True, True], [False], [False, False]]
+    whole = [[True] * len(some) if opening else some for some in scored[:3]]
+    every = [(0, np.arange(len(some)), np.array(some)) for some in (*whole, scored[3])]
+    given = SimpleNamespace(path="r", vocab_size=9, opening=opening, documents=lambda: iter(every))
+    teacher = Teacher(given, TrainConfig(teacher="r"))
+    longer = "1 of 4 documents longer than {} tokens: what follows is read without them".format
+    said = f"{left_out} of 4 documents with tokens that have no score, as conversations have: left out"
+    longest = 5 + len(opening)
+    assert teacher.streams(longest)[2] == [said]
+    assert teacher.streams(longest - 1)[2] == [said, longer(longest - 1)]
+    every[1:] = every[3:]
+    with pytest.raises(
+        DataError, match=r"--teacher r: expected two documents or more, .*: 1 of 2 documents with tokens"
+    ):
+        teacher.streams(longest)
+
+
+def test_the_tails_weight_is_in_the_summary_of_who_goes_by_it():
+    found = {
+        tail: Teacher(SimpleNamespace(path="r", kind="hidden"), TrainConfig(teacher="r", distill_tail=tail))
+        for tail in ("decoupled", "tail-aware")
+    }
+    assert [found[tail].summary().get("tail_weight") for tail in found] == [None, 2.0]
 
 
 def test_a_student_without_the_token_that_documents_begin_with(scored):
@@ -407,6 +461,7 @@ def test_another_vocabulary_is_refused_by_name(scored, tmp_path):
     [
         ("[1, 2]", r"expected a list of 259 ids, one for each entry, got int64 of shape \(2,\)"),
         (json.dumps([259, *range(258)]), r"expected ids in 0\.\.258, got 0\.\.259"),
+        (json.dumps([-1, *range(258)]), r"expected ids in 0\.\.258, got -1\.\.257"),
         (json.dumps([0, *range(258)]), "expected each of the teacher's ids once, got some twice"),
         ("{", "neither .npy nor a JSON list of ids"),
         ("[" * DEEP, "neither .npy nor a JSON list of ids"),
@@ -490,6 +545,7 @@ def test_how_many_entries_are_set_apart_is_of_hidden_states(scored):
         teacher_of(scored, "topk", distill_tail="decoupled", distill_top_k=5)
     with pytest.raises(OptionError, match=f"--distill-top-k must be at most {V}, the vocabulary, got {V + 1}"):
         teacher_of(scored, "hidden", distill_tail="decoupled", distill_top_k=V + 1)
+    assert teacher_of(scored, "hidden", distill_tail="decoupled", distill_top_k=V) is not None
 
 
 def test_a_record_of_an_earlier_version(scored, monkeypatch):
