@@ -3,7 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from logitless.errors import ConfigError
 from logitless.integrations.transformers.soft_tokens import reader_of, table_of
@@ -99,7 +106,7 @@ def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused():
 
 
 def test_keys_and_values_of_different_shapes_are_refused():
-    """Gemma 3n's shared layers, latent attention and state-space layers; here keys wider than values."""
+    """Gemma 3n's shared layers and latent attention; here keys wider than values."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     ranks = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
     config = DeepseekV3Config(vocab_size=VOCAB, num_key_value_heads=2, first_k_dense_replace=2, **sizes, **ranks)
@@ -110,3 +117,15 @@ def test_keys_and_values_of_different_shapes_are_refused():
     model.config.num_hidden_layers = 3  # as where a layer reads another's
     with pytest.raises(ConfigError, match=r"need 3 layers .* got 2 with"):
         generate(reader_of(model, VOCAB), *prompts(), Sampling(T, k=9))
+
+
+def test_layers_that_keep_something_else_are_refused():
+    """Convolutions, linear attention and states, as of Qwen 3.5, LFM2, Mamba and RWKV."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    mixed = {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
+    for model, kept in (
+        (Lfm2ForCausalLM(Lfm2Config(**sizes, **mixed)), "LinearAttentionLayer"),
+        (RwkvForCausalLM(RwkvConfig(**sizes)), "a state"),
+    ):
+        with pytest.raises(ConfigError, match=f"need layers that keep keys and values alone, got {kept}: use another"):
+            reader_of(model, VOCAB)

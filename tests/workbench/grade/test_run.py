@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Lfm2Config, Lfm2ForCausalLM
 
 from logitless.errors import ConfigError, DataError, DeviceError, LogitlessError, NotFiniteError, OptionError
 from logitless.models.nsa.layers import attach
@@ -360,6 +360,17 @@ def test_a_policy_of_an_architecture_without_classifiers_needs_a_reward(small):
     policy = TINY["granite-scaling"].build(259)
     with pytest.raises(ConfigError, match=r"no sequence classifier of GraniteForCausalLM's.*: give --reward-model"):
         train_classifier(policy, [], pretrained(str(small.model)), 0, 32)
+
+
+def test_a_policy_that_cannot_read_soft_tokens_is_refused_before_a_reward_is_learned(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(single, "train_classifier", None)
+    place = shutil.copytree(small.model, tmp_path / "model", ignore=shutil.ignore_patterns("config.json", "*.safe*"))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Lfm2Config(vocab_size=259, num_hidden_layers=2, layer_types=["conv", "full_attention"], **sizes)
+    Lfm2ForCausalLM(config).save_pretrained(place)
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM: methods on soft tokens need layers that keep keys"):
+        run(of(small, "lfm2", model=str(place), reward_model=None, lora_rank=0))
+    assert not (small.root / "lfm2").exists()
 
 
 def test_bad_input_is_refused(small, tmp_path):

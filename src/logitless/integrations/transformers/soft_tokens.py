@@ -17,6 +17,7 @@ from .lm_head import cache_name, causal_lm, forward_with, head_of
 __all__ = ["reader_of", "table_of"]
 
 PROBES = 8  # rows of an embedding table that are compared with what its module returns
+KEEP_ALL = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # the last reads another layer's
 
 
 def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Reader:
@@ -29,6 +30,7 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
     step. Raises ConfigError for an embedding that is not a table, and for a model whose layers do not all keep keys and
     values of one shape. Memory: no copy, but of the table where the model multiplies its rows (Gemma).
     """
+    _check_layers(causal_lm(model))
     if without_adapters and not hasattr(model, "disable_adapter"):
         raise ConfigError(
             f"without_adapters: expected a model that PEFT wraps, got {type(model).__name__}: give a copy of the model "
@@ -66,6 +68,19 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
     kept: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     _check_kept(causal_lm(model), kept)
     return hidden, torch.cat([x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for x in kept], 1)
+
+
+def _check_layers(model: Any) -> None:
+    """ConfigError where a layer keeps more or other than keys and values, as linear attention and indexers do."""
+    from transformers import DynamicCache
+
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+    found = sorted(kinds.difference(KEEP_ALL)) or ["a state"] * getattr(model, "_is_stateful", False)
+    if found:
+        raise ConfigError(
+            f"{type(model).__name__}: methods on soft tokens need layers that keep keys and values alone, got "
+            f"{', '.join(found)}: use another model"
+        )
 
 
 def _check_kept(model: Any, kept: list[Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, OptionError, in_one_line
 from ...hashes import hash_of
+from ...integrations.transformers.soft_tokens import reader_of
 from ...models.positions import check_steady, reach
 from ...relax.generate import alive_until
 from ...resident import reset_peak
@@ -110,6 +111,7 @@ def set_up(
     if own and (rounding := rounding_of(config, model)):
         say(console, f"warning: {rounding}")
     align_tokens(model, tokenizer)
+    reader_of(model, tokenizer.size)  # refuses a model before a reward is learned for it
     materials(config, place, model, tokenizer, console)
     reward, vocab_size = reward_of(config, place, model, tokenizer)
     prompts = _prompts(place / PROMPTS_FILE, vocab_size)
