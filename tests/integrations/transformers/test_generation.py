@@ -372,6 +372,7 @@ def test_memory_holds_no_row_per_step():
             OptionError,
             "no output_logits",
         ),
+        ({"max_new_tokens": 2.0}, OptionError, "expected a whole number of new tokens by max_new_tokens or max"),
         ({"seeds": torch.arange(2)}, ShapeError, "(3,)"),
         ({"keep": V + 1}, OptionError, "0..97"),
         ({"top_p": 0.0, "do_sample": True}, OptionError, "0 < p ≤ 1"),
@@ -392,7 +393,7 @@ def test_memory_holds_no_row_per_step():
 )
 def test_bad_options(options, error, fragment):
     with pytest.raises(error) as caught:
-        generate(tiny("llama"), PROMPTS, max_new_tokens=2, **{"do_sample": False, **options})
+        generate(tiny("llama"), PROMPTS, **{"max_new_tokens": 2, "do_sample": False, **options})
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ...algebra.options import whole
 from ...algebra.rules import TEMPERATURES, Order, is_temperature
 from ...errors import ConfigError, OptionError, ShapeError
 from ...models.positions import reach
@@ -106,7 +107,9 @@ def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, A
 
 
 def check_room(model: Any, ids: Tensor, mask: Any, new: int) -> None:
-    """Raises ShapeError where a prompt and its `new` tokens could go past the model's context."""
+    """Raises ShapeError where a prompt and its `new` tokens could go past the context, OptionError for 2.5 tokens."""
+    if whole(new) is None:
+        raise OptionError(f"generate: expected a whole number of new tokens by max_new_tokens or max_length, got {new}")
     context, longest = reach(model.config), int(_lengths(ids, mask).max())
     if context is not None and longest + new > context:
         raise ShapeError(
