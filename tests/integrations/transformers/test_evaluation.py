@@ -197,6 +197,7 @@ WANTING_LOGITS = {
     "slices": lambda seen: seen.predictions[..., :-1, :],
     "numpy": lambda seen: np.argmax(seen.predictions, axis=-1),
     "an array": lambda seen: np.array(seen.predictions),
+    "a tensor": lambda seen: torch.tensor(seen.predictions),
     "an unknown name": lambda seen: seen.predictions["logits"],
 }
 

@@ -44,6 +44,11 @@ class Predictions(dict[str, Any]):
             raise AttributeError(name)
         raise _no_logits(f"predictions.{name}")
 
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        raise _no_logits("torch.tensor(predictions)")
+
+    __dlpack_device__ = __dlpack__  # torch.tensor looks for the one and asks for the other first
+
     @classmethod
     def __torch_function__(cls, function: Any, *given: Any) -> NoReturn:
         raise _no_logits(f"{function.__name__}(predictions)")
