@@ -163,6 +163,17 @@ def test_what_cannot_be_shared():
     ]  # the longest first
     cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending
     assert [len(tree.branches) for tree in planted(cut, LONGEST, True)] == [0, 0]
+    whole = [([3] * (LONGEST - 1), [5, 6]), ([3] * (LONGEST - 1), [6, 6])]  # which it sees all of
+    assert [len(tree.branches) for tree in planted(whole, LONGEST, True)] == [2]
+    alike = [([3, 4], [5, 6]), ([3, 4], [6, 6])]  # as long as what goes on from it
+    assert [len(tree.branches) for tree in planted(alike, LONGEST, True)] == [0, 0]
+
+
+def test_a_pass_has_as_many_rows_as_it_is_told():
+    model, rows = micro_model().eval(), []
+    with model.get_input_embeddings().register_forward_pre_hook(lambda module, given: rows.append(len(given[0]))):
+        continuation_scores(model, [([3, 4 + i], [5]) for i in range(5)], longest=LONGEST, batch_size=2)
+    assert rows == [2, 2, 1]
 
 
 def test_a_short_continuation_beside_a_long_one_needs_no_further_position():
