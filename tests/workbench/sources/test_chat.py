@@ -60,6 +60,8 @@ def test_only_what_the_assistant_says_is_learned(place, template):
     assert whole.startswith("<s>system\nbe brief</s>\n<s>user\nwho?</s>\n<s>assistant\nme.</s>")
     every = example(given, tokenizer(place, template), "here", every=True)
     assert every.said.all()
+    quoting = example({"messages": [ASKED, {**SAID, "content": "</s> ends."}]}, tokenizer(place, template), "here")
+    assert learned(quoting, place) == "</s> ends.</s>"  # up to the last end of text, not the first
     assert (every.ids == found.ids).all()
 
 
@@ -242,6 +244,8 @@ def test_what_does_not_fit_is_cut_and_counted():
     rows = PackedRows(stream, 8)
     assert rows[0]["input_ids"].tolist() == [10] * 8
     assert len(rows) == 2
+    first = Example(np.array([5, 6], np.uint32), np.array([True, False]))  # which nothing comes before
+    assert packed([first], 8, filler=2)[1] == ["1 of 1 conversation without an answer in the first 8 tokens: left out"]
 
 
 def test_held_out_conversations_are_whole_and_apart():

@@ -101,6 +101,7 @@ def test_the_tail_of_one_document_is_held_out():
     kept, held = hold_out([text], 16)
     assert kept.ids.tolist() == text[:84].tolist()
     assert held.ids.tolist() == text[84:].tolist()
+    assert len(hold_out(docs(1000), 16)[1].ids) == 50  # a twentieth, where that is more than a sequence
 
 
 def test_a_corpus_shorter_than_its_sequences():
