@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from logitless.cli.main import main
 from logitless.workbench.profile.recording import FEW, POINTS
@@ -122,6 +123,20 @@ def test_files(model, tmp_path):
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert all(f'"{name}"' in page for name in ("runs", "dense", "logitless", *STAGES[2:5]))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parameters_are_those_of_the_traced_model(model, tmp_path):
+    given = ["--context-length", "64", "--attention", "nsa", "--dtype", "float32", "--json", str(tmp_path / "p.json")]
+    assert main(["profile", "--model", model, *given]) == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert 4 * found["parameters"] == pytest.approx(found["runs"]["dense"]["stages"][0]["bytes"], rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_device_that_is_not_there_is_refused_before_a_step_is_traced(model, capsys, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.profile.step.traced", None)
+    assert main(["profile", "--model", model, "--real", "cuda"]) == 2
+    assert "--real cuda: this torch sees no CUDA device; use --real cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from logitless.errors import ConfigError
 from logitless.models.catalog import ALIASES, CONFIGS, FAMILIES, REQUIRED, from_config, shape_of
 from logitless.models.instances import with_adapters
 from logitless.models.nsa.layers import attach
+from logitless.models.on_meta import shape_on_meta
 
 # The meta device knows torch.empty by identity: a poisoned one would allocate gigabytes.
 pytestmark = pytest.mark.compiled
@@ -31,6 +32,12 @@ VARIANTS = [
     {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
 ]
+
+
+LEAST = {  # of what a configuration says; divided by any family's own number of key-value heads
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def instantiated(config: dict) -> int:
@@ -57,6 +64,15 @@ def test_any_configuration_has_exactly_transformers_parameters(variant):
     shape = from_config(config, "x")
     assert shape.tied == tied
     assert shape.parameters == instantiated(config)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(kind):
+    shape, config = from_config({**LEAST, "model_type": kind}, "x"), AutoConfig.for_model(kind, **LEAST)
+    assert shape.parameters == instantiated({**LEAST, "model_type": kind})
+    assert shape.kv_heads == config.num_key_value_heads
+    assert shape.active_experts == (getattr(config, "num_experts_per_tok", None) or 0)
+    assert shape.window == (getattr(config, "sliding_window", None) or 0)
 
 
 WIDE = {"model_type": "qwen3_moe", **EXPERTS, "intermediate_size": 512}  # of a dense MLP that no layer has
@@ -114,6 +130,9 @@ def test_softcaps():
     assert shape_of("gemma-2-2b").softcap
     assert not shape_of("gemma-3-1b").softcap
     assert not shape_of("qwen3-4b").softcap
+    without = {**SMALL, "model_type": "gemma2", "final_logit_softcapping": None, "attn_logit_softcapping": None}
+    assert not from_config(without, "x").softcap
+    assert not from_config(without, "x").attention_softcap
 
 
 def test_the_text_part_of_a_multimodal_configuration():
@@ -188,6 +207,57 @@ def test_layers_whose_mlps_differ_are_as_wide_as_the_widest():
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, 96),
+        ({"model_type": "ctrl", "dff": 80}, 80),
+        ({"model_type": "gpt2", "n_inner": 72}, 72),
+        ({"model_type": "gpt2"}, 4 * 32),  # n_inner is None
+    ],
+)
+def test_an_mlp_is_as_wide_as_its_configuration_says_by_any_name(fields, width):
+    sizes = {key: value for key, value in SMALL.items() if key not in ("intermediate_size", "head_dim")}
+    assert from_config({**sizes, **fields}, "x").mlp == width
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),  # layers that route, experts, visited ones, an expert's width, a shared one's
+    [
+        ({"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}, (3, 4, 2, 48, 0)),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 3}, (3, 4, 3, 48, 0)),
+        (
+            {
+                "model_type": "glm4_moe",
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "n_shared_experts": 2,
+            },
+            (2, 4, 2, 24, 48),
+        ),
+        (
+            {"model_type": "qwen3_next", **EXPERTS, "shared_expert_intermediate_size": 40, "intermediate_size": 16},
+            (3, 4, 2, 24, 40),
+        ),
+        ({"model_type": "gpt_neox", "num_experts_per_tok": 2}, (0, 0, 0, 0, 0)),  # of no expert
+    ],
+)
+def test_experts_of_a_family_outside_of_the_catalogue(fields, expected):
+    shape = from_config({**SMALL, **fields}, "x")
+    assert (shape.moe_layers, shape.experts, shape.active_experts, shape.expert_mlp, shape.shared_mlp) == expected
+
+
+def test_the_model_itself_says_whether_its_head_is_the_embedding():
+    """MllamaConfig has no tie_word_embeddings of its own."""
+    text = {key: value for key, value in SMALL.items() if key != "head_dim"} | {"cross_attention_layers": []}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}
+    sizes = {"intermediate_size": 32, "vision_output_dim": 32, "intermediate_layers_indices": [0]}
+    shape = shape_on_meta({"model_type": "mllama", "text_config": text, "vision_config": {**vision, **sizes}}, "x")
+    assert not shape.tied
+    assert shape_on_meta({**SMALL, "model_type": "gpt_neox", "tie_word_embeddings": True}, "x").tied
+
+
 def test_a_model_in_the_local_cache(monkeypatch, tmp_path):
     import huggingface_hub
 
@@ -207,6 +277,25 @@ def test_a_missing_key_is_named(key):
 def test_a_size_without_a_meaning_is_named(value):
     with pytest.raises(ConfigError, match="hidden_size must be a whole number of 1 to 2"):
         from_config({**SMALL, "model_type": "llama", "hidden_size": value}, "x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'$"),
+        ({"attention_bias": 0}, "attention_bias must be true or false, got 0$"),
+        ({"sliding_window": "128"}, "sliding_window must be a whole number .*, got '128'$"),
+        ({"sliding_window": 128, "use_sliding_window": "no"}, "use_sliding_window must be true or false, got 'no'$"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads \(3\), got 4$"),
+        ({"num_experts": 4}, "has no num_experts_per_tok; add it$"),
+        ({**EXPERTS, "mlp_only_layers": 5}, "mlp_only_layers must be a list of layers, got 5$"),
+        ({**EXPERTS, "mlp_only_layers": ["0"]}, r"mlp_only_layers must be a list of layers, got \['0'\]$"),
+        ({"model_type": "t5"}, "transformers has no causal language model of model_type 't5'$"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(fields, message):
+    with pytest.raises(ConfigError, match=f"^model x: .*{message}"):
+        from_config({**SMALL, "model_type": "llama", **fields}, "x")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -49,7 +49,7 @@ class ProfileConfig:
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1
     attention: Literal["auto", "sdpa", "eager", "nsa"] = "auto"
-    """sdpa (fused, no scores in memory), eager, or nsa (sparse); auto: eager where attention has a softcap."""
+    """sdpa (fused, no scores in memory), eager, or nsa (sparse); auto: eager where there is a softcap or no sdpa."""
     optimizer: Literal["adamw", "sgd", "none"] = "adamw"
     """adamw: fused, with states in the parameters' dtype."""
     lora_rank: LoraRank = 0
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     budget = budget_bytes(config.memory_budget)
     from ..models.catalog import shape_of
 
-    parameters = shape_of(config.model).parameters  # a model that is not there is refused before torch is imported
+    shape = replace(shape_of(config.model), sparse=config.attention == "nsa")  # refused before torch is imported
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
-    from ..workbench.profile.measure import measure
+    from ..workbench.profile.measure import check_there, measure
     from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
     from ..workbench.runs.progress import working
@@ -88,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
     names = chosen(tuple(chain.from_iterable(config.savings)))
     measured = None
+    check_there(config.real)
     with working(Screen(stderr=True)) as tell:
         recordings = both(step, tell)
         base = recordings[step.loss]
@@ -95,8 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.real is not None:
             tell(f"running a step on {config.real}")
             measured = measure(step, config.real)
-
-    title = tables.headline(step, parameters)
+    title = tables.headline(step, shape.parameters)
 
     def show(console: Console) -> None:
         console.print(title, style="bold", highlight=False, markup=False)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         if measured is not None:
             tables.show_measured(measured, console, config.units)
 
-    report = tables.as_json(step, parameters, recordings, found, refused, measured)
+    report = tables.as_json(step, shape.parameters, recordings, found, refused, measured)
     deliver(report, config.json, show)
     if config.png is not None:
         from ..workbench.profile.timeline import draw

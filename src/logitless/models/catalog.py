@@ -31,29 +31,41 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # fields that published configurations leave out
 
 
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096, "num_key_value_heads": 4}
 _GEMMA3 = {
     **_GEMMA,
     "vocab_size": 262_208,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
+}
+_QWEN2_MOE = {
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_QWEN3_MOE = {
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
 }
 _CAPPED = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family(defaults={"num_key_value_heads": 8}),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True, defaults={"head_dim": 128}),
-    "gemma": Family(fp32_norm=True, defaults={"tie_word_embeddings": True, "head_dim": 256}),
+    "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family(qkv_bias=True, defaults={"num_key_value_heads": 32}),
+    "qwen3": Family(qk_norm=True, defaults={"head_dim": 128, "num_key_value_heads": 32}),
+    "gemma": Family(fp32_norm=True, defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}),
     "gemma2": Family(norms=4, fp32_norm=True, window_every=2, defaults={**_GEMMA, **_CAPPED}),
     "gemma3_text": Family(
         qk_norm=True, norms=4, fp32_norm=True, rotary_by_layer=True, window_every=6, defaults=_GEMMA3
     ),
     "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "qwen2_moe": Family(qkv_bias=True),
-    "qwen3_moe": Family(qk_norm=True),
-    "smollm3": Family(defaults={"tie_word_embeddings": True}),
+    "qwen2_moe": Family(qkv_bias=True, defaults=_QWEN2_MOE),
+    "qwen3_moe": Family(qk_norm=True, defaults=_QWEN3_MOE),
+    "smollm3": Family(defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "granite": Family(),
 }
 
@@ -195,31 +207,32 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
 
         return shape_on_meta(config, name)
     family = FAMILIES[kind]
-    c = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    missing = [key for key in REQUIRED if key not in c]
-    if missing:
-        raise ConfigError(f"model {name}: its configuration has no {missing[0]}; add it")
+    c = {key: value for key, value in {**family.defaults, **config}.items() if value is not None}  # null: none of it
     sizes = {key: _size(c, key, name) for key in REQUIRED}
     heads = sizes["num_attention_heads"]
+    kv_heads = _size(c, "num_key_value_heads", name, heads)
+    if heads % kv_heads:
+        expected = f"num_attention_heads must be a multiple of num_key_value_heads ({kv_heads})"
+        raise ConfigError(f"model {name}: {expected}, got {heads}")
     layers = sizes["num_hidden_layers"]
-    window, windowed = _windows(c, family, layers)
-    bias = bool(c.get("attention_bias"))
+    window, windowed = _windows(c, family, layers, name)
+    bias = _flag(c, "attention_bias", name)
     return ModelShape(
         name=name,
         vocab=sizes["vocab_size"],
         hidden=sizes["hidden_size"],
         layers=layers,
         heads=heads,
-        kv_heads=_size(c, "num_key_value_heads", name, heads),
+        kv_heads=kv_heads,
         head_dim=_size(c, "head_dim", name, max(1, sizes["hidden_size"] // heads)),
         mlp=sizes["intermediate_size"],
-        tied=bool(c.get("tie_word_embeddings", False)),
+        tied=_flag(c, "tie_word_embeddings", name),
         norms=family.norms,
         qk_norm=family.qk_norm,
         fp32_norm=family.fp32_norm,
-        qkv_bias=bool(c.get("qkv_bias", family.qkv_bias)) or bias,
+        qkv_bias=_flag(c, "qkv_bias", name, family.qkv_bias) or bias,
         out_bias=bias,
-        mlp_bias=bool(c.get("mlp_bias")),
+        mlp_bias=_flag(c, "mlp_bias", name),
         softcap=bool(c.get("final_logit_softcapping")),
         attention_softcap=bool(c.get("attn_logit_softcapping")),
         window=window,
@@ -229,18 +242,27 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
     )
 
 
-def _size(config: dict[str, Any], key: str, name: str, default: int = 0) -> int:
+def _size(config: dict[str, Any], key: str, name: str, default: int | None = None) -> int:
     value = config.get(key, default)
+    if value is None:
+        raise ConfigError(f"model {name}: its configuration has no {key}; add it")
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
         raise ConfigError(f"model {name}: {key} must be a whole number of 1 to 2^63-1, got {value!r}")
     return value
 
 
-def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
+def _flag(config: dict[str, Any], key: str, name: str, default: bool = False) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"model {name}: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _windows(c: dict[str, Any], family: Family, layers: int, name: str) -> tuple[int, int]:
     """(tokens of a window, number of layers that have one)."""
-    window = c.get("sliding_window")
-    if not isinstance(window, int) or window < 1 or c.get("use_sliding_window") is False:
+    if not c.get("sliding_window") or not _flag(c, "use_sliding_window", name, default=True):
         return 0, 0
+    window = _size(c, "sliding_window", name)
     if isinstance(c.get("layer_types"), list):
         return window, sum(kind == "sliding_attention" for kind in c["layer_types"][:layers])
     every = c.get("sliding_window_pattern") or family.window_every
@@ -271,7 +293,10 @@ def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, Any]:
     if key is None:
         return {}
     step = _size(c, "decoder_sparse_step", name, 1)
-    plain = {i for i in c.get("mlp_only_layers") or () if 0 <= i < layers and (i + 1) % step == 0}
+    listed = c.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(i, int) for i in listed):
+        raise ConfigError(f"model {name}: mlp_only_layers must be a list of layers, got {listed!r}")
+    plain = {i for i in listed if 0 <= i < layers and (i + 1) % step == 0}
     own = "moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"
     return {
         "moe_layers": layers // step - len(plain),

@@ -19,8 +19,8 @@ def configuration(name: str) -> Any:
     from_config(fields, known)  # names a missing key, or a size without a meaning
     inner = fields.get("text_config")
     fields = inner if isinstance(inner, dict) else fields
-    if not fields.get("sliding_window"):
-        fields = {key: value for key, value in fields.items() if key != "sliding_window"}
+    if "sliding_window" in fields:
+        fields = {**fields, "sliding_window": fields["sliding_window"] or None}  # 0 is none, too
     return config_of(fields, known)
 
 

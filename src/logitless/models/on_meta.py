@@ -10,9 +10,11 @@ from ..errors import ConfigError, in_one_line
 from .positions import plain, reach
 from .shapes import ModelShape
 
+MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "d_inner", "decoder_ffn_dim")
+
 
 def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of any causal LM that transformers knows; exact parameters, sizes as of a Llama's layer.
+    """The shape of any causal LM that transformers knows; exact parameters, sizes as of a Llama's layer or a Mixtral's.
 
     Raises ConfigError where transformers does not know the model, needs code of its own, or a size is missing.
     """
@@ -26,6 +28,8 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
         near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=3, cutoff=0.5)
         hint = f"; did you mean {', '.join(near)}" if near else ""
         raise ConfigError(f"model {name}: this transformers knows no model_type {kind!r}{hint}")
+    if CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"model {name}: transformers has no causal language model of model_type {kind!r}")
     fields = {key: value for key, value in config.items() if key != "model_type"}
     try:
         full = AutoConfig.for_model(kind, **fields)
@@ -36,7 +40,8 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     parameters = sum(p.numel() for p in model.parameters())
     text = full.get_text_config()
     first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # whose layers differ
-    shape = _llama_like(first, name, bool(full.tie_word_embeddings))
+    head = model.get_output_embeddings()
+    shape = _llama_like(first, name, head is not None and head.weight is model.get_input_embeddings().weight)
     return replace(shape, uncounted=parameters - shape.parameters)
 
 
@@ -47,18 +52,41 @@ def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
             raise ConfigError(f"model {name}: its configuration has no {keys[0]}; add it")
         return found
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
     return ModelShape(
         name=name,
         vocab=size("vocab_size"),
         hidden=hidden,
-        layers=size("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=size("num_key_value_heads", "num_attention_heads"),
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        mlp=max(mlp) if isinstance(mlp, list) else mlp,  # of each layer its own: that which needs the most
+        mlp=_width(config, *MLP_WIDTHS) or 4 * hidden,
         tied=tied,
         positions=reach(config) or 0,
         stretches=plain(getattr(config, "rope_parameters", None)),
+        **_experts(config, layers),
     )
+
+
+def _width(config: Any, *keys: str) -> int:
+    """The first of these sizes that a configuration says; 0: none."""
+    found = next((value for key in keys if (value := getattr(config, key, None))), 0)
+    return max(found) if isinstance(found, list) else found  # of each layer its own: that which needs the most
+
+
+def _experts(config: Any, layers: int) -> dict[str, Any]:
+    """A ModelShape's fields of layers that route, where a configuration says how many experts a token visits."""
+    sizes = {
+        "experts": _width(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        "active_experts": _width(config, "num_experts_per_tok"),
+        "expert_mlp": _width(config, "moe_intermediate_size", "intermediate_size"),
+    }
+    if not all(sizes.values()):
+        return {}
+    shared = _width(config, "shared_expert_intermediate_size")
+    return {
+        **sizes,
+        "moe_layers": max(0, layers - _width(config, "first_k_dense_replace")),
+        "shared_mlp": shared or _width(config, "n_shared_experts") * sizes["expert_mlp"],
+    }

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from logitless.algebra.costs import logits_bytes, slices_of
 from logitless.errors import ConfigError, OptionError
+from logitless.models.instances import configuration
 from logitless.workbench.profile import fakes
 from logitless.workbench.profile.measure import measure
 from logitless.workbench.profile.savings import CHANGES, chosen, savings
@@ -249,10 +250,17 @@ def test_models_that_will_not_trace(model_file, monkeypatch):
         measure(Step(model_file("llama"), context_length=16), "cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_no_gpu(model_file):
-    with pytest.raises(OptionError, match="sees no CUDA device"):
-        measure(Step(model_file("llama")), "cuda")
+def test_attention_is_eager_where_a_model_has_no_other(model_file):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    kinds = {"gpt_oss": experts, "llama": {}, "gemma2": {}}
+    made = {kind: build(Step(model_file(kind, **fields))) for kind, fields in kinds.items()}
+    attention = {kind: model.config._attn_implementation for kind, model in made.items()}
+    assert attention == {"gpt_oss": "eager", "llama": "sdpa", "gemma2": "eager"}
+
+
+def test_a_window_that_is_none_is_none():
+    assert configuration("mistral-7b").sliding_window is None  # transformers' own default is 4096
+    assert configuration("gemma-2-2b").sliding_window == 4096
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

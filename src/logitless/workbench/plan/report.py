@@ -82,7 +82,8 @@ def notes(setting: Setting) -> list[str]:
     if kind.soft_tokens:
         found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
     if setting.model.uncounted:
-        found.append(f"{setting.model.name}: parameters counted by transformers; activations as of a Llama's layers")
+        like = "Mixtral" if setting.model.moe_layers else "Llama"
+        found.append(f"{setting.model.name}: parameters counted by transformers; activations as of a {like}'s layers")
     return found
 
 

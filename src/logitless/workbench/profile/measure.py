@@ -55,10 +55,14 @@ class Measured:
         }
 
 
-def measure(step: Step, device: str) -> Measured:
-    """Runs the step on "cpu" or "cuda". Raises OptionError where there is no such device or too little memory."""
+def check_there(device: str | None) -> None:
+    """OptionError for a device that is not there to run a step on; None: none is run."""
     if device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--real cuda: this torch sees no CUDA device; use --real cpu, or leave it out")
+
+
+def measure(step: Step, device: str) -> Measured:
+    """Runs the step on "cpu" or "cuda". Raises OptionError where there is too little memory."""
     predicted = traced(step, "cpu" if device == "cpu" else "gpu")
     needed, free = predicted.peak.nbytes, free_bytes(torch.device(device))
     if needed > free:

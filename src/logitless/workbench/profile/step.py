@@ -72,10 +72,9 @@ def build(step: Step, device: str = "meta") -> nn.Module:
 
     check_size(step)
     config = configuration(step.model)
-    attention = step.attention
+    attention, sparse = step.attention, step.attention == "nsa"
     if attention == "auto":
-        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-    sparse = attention == "nsa"
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # sdpa, where the model has it
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
