@@ -15,7 +15,8 @@ from logitless.models.catalog import shape_of
 from logitless.units import format_bytes
 from logitless.workbench.plan.algorithms import PHASES
 from logitless.workbench.plan.commands import planned
-from logitless.workbench.plan.plots import CATEGORIES, category
+from logitless.workbench.plan.plan import both
+from logitless.workbench.plan.plots import CATEGORIES, category, draw
 from logitless.workbench.plan.setting import CHOICES, GIB, Setting
 from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
@@ -306,6 +307,18 @@ def test_no_torch():
 def test_every_algorithm(algorithm, model, capsys):
     assert main(["plan", "--model", model, "--algorithm", algorithm, "--lora-rank", "8"]) == 0
     assert "logitless" in capsys.readouterr().out
+
+
+def test_a_picture_of_small_sizes_has_their_digits_and_room_above_the_bars(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: drawn.append(figure))
+    setting = Setting(shape_of("tiny"), batch_size=1, response_length=16, gpu_bytes=GIB, reserve=GIB // 2)
+    dense, logitless = both(setting)
+    draw(dense, logitless, tmp_path / "p.png")
+    (axes,) = drawn[0].axes
+    texts = {text.get_text() for text in axes.texts}
+    assert texts == {"usable: 0.5 GiB", *(f"{n / GIB:.2g}" for plan in (dense, logitless) for n in plan.peaks.values())}
+    assert axes.get_ylim()[1] > 1.02 * logitless.peak / GIB
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
         _bars(axes, plan, offset, size)
     limit = (logitless.setting.gpu_bytes - logitless.setting.reserve) / size
     axes.axhline(limit, color=rcParams["text.color"], linestyle="--", linewidth=1)
-    axes.annotate(f"usable: {limit:.0f} {units}", (-0.45, limit), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    usable = f"usable: {_number(limit)} {units}"
+    axes.annotate(usable, (-0.45, limit), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    axes.set_ylim(0, 1.05 * max(limit, dense.peak / size, logitless.peak / size))
     axes.set_xticks(range(len(phases)), [phase.replace(" ", "\n") for phase in phases])
     axes.set_ylabel(f"{units} on each GPU")
     axes.set_title(
@@ -66,7 +68,12 @@ def _bars(axes: Any, plan: Plan, offset: float, size: int) -> None:
             axes.bar(x + offset, height, 0.38, bottom=bottom, color=colour)
             bottom += height
         if bottom:
-            axes.annotate(f"{bottom:,.0f}", (x + offset, bottom), ha="center", va="bottom", fontsize=7)
+            axes.annotate(_number(bottom), (x + offset, bottom), ha="center", va="bottom", fontsize=7)
+
+
+def _number(size: float) -> str:
+    """Of two digits at least: "66", "0.48"."""
+    return f"{size:,.0f}" if size >= 9.95 else f"{size:.2g}"
 
 
 def _legend(axes: Any) -> None:
