@@ -175,7 +175,8 @@ def _checked(
 
 def _factors(weights: Sequence[float] | None, k: int) -> list[float]:
     try:
-        found = [1.0] * k if weights is None else [float(weight) for weight in weights]
+        given = [1.0] * k if weights is None else [*weights]
+        found = [float(weight) for weight in given if not isinstance(weight, str)]  # which `float` would read
     except (TypeError, ValueError, OverflowError):  # of what is no number, or too large for a float
         found = []
     if len(found) != k or not all(map(math.isfinite, found)):
