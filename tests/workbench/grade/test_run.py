@@ -130,6 +130,13 @@ def test_a_rule_and_a_reward_model_are_refused_together(small):
         of(small, "label", reward_model=None, token_reward=f"{__name__}:vowels", reward_label=0).check()
 
 
+def test_a_label_that_the_learned_reward_lacks_is_refused_before_it_is_learned():
+    with pytest.raises(OptionError, match=r"--reward-label must be 0 \(code\) or 1 \(prose\), .*, got 2$"):
+        GradeConfig(reward_label=2).check()
+    assert GradeConfig(reward_label=0).check().reward_label == 0
+    assert GradeConfig(reward_label=2, reward_model="r").check().reward_label == 2
+
+
 @pytest.mark.parametrize("method", ["ste", "reinforce"])  # the second keeps a mean of its own
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small, method):
     whole = run(of(small, f"whole-{method}", method=method))
@@ -302,6 +309,14 @@ def test_prompts_are_as_many_as_steps_and_evaluations_take(small):
     texts = Texts({name: [f"{name} {i} " + "word " * 40 for i in range(10)] for name in SPLITS}, [])
     found = prompts_of(config, texts, pretrained(str(small.model)))
     assert {name: len(rows) for name, rows in found.items()} == {"train": 8, "validation": 3, "test": 3}
+
+
+def test_prompts_are_looked_for_until_there_are_enough(small, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.grade.data.MOST_PROMPTS", 8)  # of two documents, where they have some
+    long = [f"{i} " + "word " * 40 for i in range(4)]
+    texts = Texts({name: ["short"] * 96 + [f"{name} {x}" for x in long] for name in SPLITS}, [])
+    found = prompts_of(small.config, texts, pretrained(str(small.model)))
+    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(SPLITS, 4)
 
 
 def test_an_opening_takes_room_of_a_prompt_but_cuts_no_line(small):

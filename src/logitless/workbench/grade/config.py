@@ -120,6 +120,9 @@ class GradeConfig(RunOptions):
         if self.token_reward is not None and self.reward_label is not None:
             raise OptionError("--reward-label is of a classifier, got it with --token-reward: leave it out")
         require(self.reward_label is None or self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
+        if self.reward_model is None:
+            expected = "0 (code) or 1 (prose), the labels of the reward that is learned without --reward-model"
+            require(self.reward_label in (None, 0, 1), "reward_label", expected, self.reward_label)
         if self.seeds > 1 and self.method != "all":
             raise OptionError(f"--seeds is of --method all, got it with --method {self.method}: give --seed, or all")
         return self

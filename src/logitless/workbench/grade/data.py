@@ -60,10 +60,12 @@ def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> P
     tokens, in an order that the seed gives. Raises DataError."""
     wanted = config.max_steps * config.batch_size * config.gradient_accumulation_steps
     sizes = {"train": min(wanted, MOST_PROMPTS), "validation": config.evaluation_prompts}
-    found = {name: list(_prompts(config, texts.prompts[name], tokenizer)) for name in SPLITS}
+    found = {}
     for name in SPLITS:
+        size = sizes.get(name, config.evaluation_prompts)
+        found[name] = _prompts(config, texts.prompts[name], tokenizer, size)
         Random(f"{config.seed} {name}").shuffle(found[name])
-        found[name] = found[name][: sizes.get(name, config.evaluation_prompts)]
+        found[name] = found[name][:size]
         if not found[name]:
             raise DataError(
                 f"{config.data_said}: found no prompts for {name}; expected at least 8 documents of more "
@@ -72,16 +74,21 @@ def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> P
     return found
 
 
-def _prompts(config: GradeConfig, texts: list[str], tokenizer: TextTokenizer) -> Iterator[list[int]]:
+def _prompts(config: GradeConfig, texts: list[str], tokenizer: TextTokenizer, wanted: int) -> list[list[int]]:
+    """Those of so many documents, and of further ones as long as there are fewer prompts than wanted."""
     order = Random(config.seed).sample(texts, len(texts))
     room = config.prompt_length - len(tokenizer.opening)
-    for text in order[: MOST_PROMPTS // PER_DOCUMENT]:
+    prompts: list[list[int]] = []
+    for at, text in enumerate(order):
+        if at >= MOST_PROMPTS // PER_DOCUMENT and len(prompts) >= wanted:
+            break
         rows = passages(text, tokenizer, room, config.prompt_length)
         some = Random(config.seed).sample(rows, min(PER_DOCUMENT, len(rows)))
         start = text[: LONGEST_TOKEN * config.prompt_length]
         found = tokenizer.encode([row["prompt"] for row in some] or [start])
         opened = ([*tokenizer.opening, *ids] for ids in found if some or len(ids) > config.prompt_length)
-        yield from (ids[: config.prompt_length] for ids in opened)
+        prompts += (ids[: config.prompt_length] for ids in opened)
+    return prompts
 
 
 def batch_of(prompts: list[list[int]], seeds: Tensor, pad: int, longest: int, device: torch.device) -> Batch:
