@@ -52,6 +52,14 @@ def test_an_unknown_command(capsys):
     assert "commands are plan, profile" in capsys.readouterr().err
 
 
+def test_a_value_of_any_length_is_a_line_of_some(capsys):
+    assert main(["plan", "--batch-size", "9" * 5000]) == 2
+    assert "expected a whole number of fewer digits: value has 5000 digits (see" in capsys.readouterr().err
+    for given in (["plan", "--gpus", "x" * 5000], ["plan", "--model", f"a/{'b' * 5000}"], ["x" * 5000]):
+        assert main(given) == 2
+        assert 1000 < len(capsys.readouterr().err) < 1200
+
+
 @pytest.mark.parametrize(
     ("word", "meant"),
     [

@@ -251,8 +251,8 @@ def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, unmeasure
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--max-steps", "many"], "logitless: --max-steps: expected a whole number, got 'many' ("),
-        (["--learning-rate", "low"], "logitless: --learning-rate: expected a number, got 'low' ("),  # may be left out
+        (["--max-steps", "many"], "logitless: --max-steps: expected a whole number, got 'many'"),
+        (["--learning-rate", "low"], "logitless: --learning-rate: expected a number, got 'low'"),  # may be left out
         (["--los", "dense"], "--los, dense; did you mean --loss?"),
         (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'logitless')"),
         (["--data"], "Missing value for argument '--data'"),

@@ -47,6 +47,7 @@ SAID = {  # other words for a command, and what they ask for
     },
 }
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+BEGINS, ENDS = 800, 300  # characters of a line about what is wrong that are shown, whatever was given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +145,10 @@ def _in_a_group() -> bool:
 
 
 def _fail(message: str) -> int:
-    print(f"logitless: {on_one_line(message)}", file=sys.stderr)
+    line = on_one_line(message)
+    if len(line) > BEGINS + ENDS:
+        line = f"{line[:BEGINS]} ... {line[-ENDS:]}"
+    print(f"logitless: {line}", file=sys.stderr)
     return BAD_INPUT
 
 

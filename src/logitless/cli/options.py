@@ -39,9 +39,11 @@ SAID = {  # other names of options, of which a command may have the second
     **dict.fromkeys(("max-tokens", "max-new-tokens"), "completion-length"),
 }
 OR_NONE = re.compile(r"no type matching \{None\}.* - <class '\w+'>: ")  # tyro's, of an option without a default
-PYTHONS = {  # words of Python's for what it cannot read, and ours
-    "invalid literal for int() with base 10: ": "expected a whole number, got ",
-    "could not convert string to float: ": "expected a number, got ",
+NUMBERS = {  # what Python says of text that is no number
+    "invalid literal for int() with base 10:": "expected a whole number, got",
+    "could not convert string to float:": "expected a number, got",
+    "Exceeds the limit (4300 digits) for integer string conversion:": "expected a whole number of fewer digits:",
+    "; use sys.set_int_max_str_digits() to increase the limit": "",
 }
 HELP = {"-h", "--help"}
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
@@ -184,8 +186,8 @@ def one_line(report: str, names: Sequence[str] = ()) -> str:
     parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
     text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
     text = OR_NONE.sub("", text.replace("Expected 1 values", "Expected 1 value"))
-    for theirs, ours in PYTHONS.items():
-        text = text.replace(theirs, ours)
+    for said, meant in NUMBERS.items():
+        text = text.replace(said, meant)
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]
