@@ -29,7 +29,7 @@ VARIANTS = [
     {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": False},
     {"model_type": "mixtral", "num_local_experts": 4},
     {"model_type": "qwen3_moe", **EXPERTS},
-    {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]},
     {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
 ]
 
@@ -124,6 +124,7 @@ def test_windows_shorten_the_cache():
     assert shape_of("llama-3.2-1b").kv_tokens(8192) == 16 * 8192
     listed = {**SMALL, "model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     assert from_config(listed, "x").windowed_layers == 1
+    assert from_config({**SMALL, "model_type": "llama", "sliding_window": 8}, "x").window == 0  # Llama reads none
 
 
 def test_softcaps():
@@ -213,12 +214,16 @@ def test_layers_whose_mlps_differ_are_as_wide_as_the_widest():
         ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, 96),
         ({"model_type": "ctrl", "dff": 80}, 80),
         ({"model_type": "gpt2", "n_inner": 72}, 72),
+        ({"model_type": "falcon", "ffn_hidden_size": 64}, 64),
+        ({"model_type": "biogpt", "intermediate_size": 64}, 64),
+        ({"model_type": "mvp", "decoder_ffn_dim": 56, "decoder_attention_heads": 4}, 56),
         ({"model_type": "gpt2"}, 4 * 32),  # n_inner is None
     ],
 )
 def test_an_mlp_is_as_wide_as_its_configuration_says_by_any_name(fields, width):
     sizes = {key: value for key, value in SMALL.items() if key not in ("intermediate_size", "head_dim")}
-    assert from_config({**sizes, **fields}, "x").mlp == width
+    shape = from_config({**sizes, **fields}, "x")
+    assert (shape.mlp, shape.head_dim) == (width, 8)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +246,7 @@ def test_an_mlp_is_as_wide_as_its_configuration_says_by_any_name(fields, width):
             (3, 4, 2, 24, 40),
         ),
         ({"model_type": "gpt_neox", "num_experts_per_tok": 2}, (0, 0, 0, 0, 0)),  # of no expert
+        ({"model_type": "exaone_moe", **EXPERTS, "first_k_dense_replace": 9}, (0, 4, 2, 24, 24)),  # of three layers
     ],
 )
 def test_experts_of_a_family_outside_of_the_catalogue(fields, expected):

@@ -10,7 +10,7 @@ from ..errors import ConfigError, in_one_line
 from .positions import plain, reach
 from .shapes import ModelShape
 
-MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "d_inner", "decoder_ffn_dim")
+MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "decoder_ffn_dim")
 
 
 def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
@@ -78,7 +78,7 @@ def _width(config: Any, *keys: str) -> int:
 def _experts(config: Any, layers: int) -> dict[str, Any]:
     """A ModelShape's fields of layers that route, where a configuration says how many experts a token visits."""
     sizes = {
-        "experts": _width(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        "experts": _width(config, "num_experts", "num_local_experts"),
         "active_experts": _width(config, "num_experts_per_tok"),
         "expert_mlp": _width(config, "moe_intermediate_size", "intermediate_size"),
     }
@@ -88,5 +88,5 @@ def _experts(config: Any, layers: int) -> dict[str, Any]:
     return {
         **sizes,
         "moe_layers": max(0, layers - _width(config, "first_k_dense_replace")),
-        "shared_mlp": shared or _width(config, "n_shared_experts") * sizes["expert_mlp"],
+        "shared_mlp": shared or _width(config, "n_shared_experts", "num_shared_experts") * sizes["expert_mlp"],
     }
