@@ -69,7 +69,8 @@ def claim(config: RunOptions, name: str) -> Path:
         return _begin(config, config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
         option, place = _given(config)
-        raise OptionError(f"--{option} {place}: {room_wanted(error, place) or error.strerror}") from None
+        why = "expected a folder, got a file" if isinstance(error, FileExistsError) else error.strerror
+        raise OptionError(f"--{option} {place}: {room_wanted(error, place) or why}") from None
 
 
 def check_own(config: RunOptions, place: Path) -> None:
