@@ -31,8 +31,17 @@ def test_what_has_moved_is_named_with_versions():
 
 
 def test_a_host_that_is_not_there():
-    with pytest.raises(ModuleNotFoundError, match="no_such_host"):
+    missing = "no_such_host is not installed: pip install 'no-such-host>=1'"
+    with pytest.raises(ModuleNotFoundError, match=missing) as told:
         Seam("no-such-host", ">=1", {"no_such_host.loss:Loss": ()}).require()
+    assert told.value.name == "no_such_host"
+
+
+def test_a_host_that_lacks_a_module_of_its_own_says_so_itself(tmp_path, monkeypatch):
+    (tmp_path / "host_in_part.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        Seam("host-in-part", ">=1", {"host_in_part:Loss": ()}).require()
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -27,7 +27,14 @@ class Seam:
 
     def require(self) -> None:
         """Raises ConfigError that names what has moved, and ModuleNotFoundError where the host is not installed."""
-        importlib.import_module(next(iter(self.functions)).partition(".")[0].partition(":")[0])
+        host = next(iter(self.functions)).partition(".")[0].partition(":")[0]
+        try:
+            importlib.import_module(host)
+        except ModuleNotFoundError as error:
+            if error.name != host:  # the host is there, and something that it needs is not
+                raise
+            needed = f"{self.package}{self.versions}"
+            raise ModuleNotFoundError(f"{host} is not installed: pip install '{needed}'", name=host) from None
         lost = [line for name, parameters in self.functions.items() if (line := moved(name, parameters))]
         if lost:
             raise self.error("; ".join(lost))
