@@ -95,6 +95,11 @@ def test_seeds_are_of_all_methods_alone(capsys):
     assert "--seeds is of --method all, got it with --method ste" in capsys.readouterr().err
 
 
+def test_an_option_of_the_other_methods_points_to_the_help_of_this_one(capsys):
+    assert main(["align", "--method", "ste", "--rewards", "python_lines"]) == 2
+    assert "--rewards, python_lines (see logitless align --method ste --help)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("given", "meant"), [("ppoo", "ppo"), ("gumbel_topk", "gumbel")])
 def test_a_method_of_another_name(given, meant, capsys):
     assert main(["align", "--method", given]) == 2

@@ -79,5 +79,5 @@ def _grade(arguments: Sequence[str]) -> int:
 
 def parse_grade(arguments: Sequence[str]) -> GradeConfig:
     """The options of those methods as given, checked."""
-    layered = options.layered(GradeConfig, prog="logitless align", description=THROUGH_TOKENS, arguments=arguments)
-    return layered.check()
+    prog = f"logitless align --method {options.method_of(arguments) or GradeConfig.method}"  # whose --help lists these
+    return options.layered(GradeConfig, prog=prog, description=THROUGH_TOKENS, arguments=arguments).check()

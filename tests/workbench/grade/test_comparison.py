@@ -288,7 +288,9 @@ def test_the_numbers_of_a_row():
         run["training"]["kl"] = 9.0  # which is not the test's
     found = table(runs) | {"seeds": 3, "left_out": {}}
     assert list(_methods(found)) == [["ste", "0.820", "0.30", "0.770-0.870", "3.00", "+0.010", "55", "2.00", "22 MiB"]]
-    assert next(_lines(found)) == "validation reward before: 0.300; reward, sd: of 128 test samples"
+    before, columns, *_ = _lines(found)
+    assert before == "validation reward before: 0.300; reward, sd: of 128 test samples"
+    assert columns == "gap: reward in training less that of the test; var/mean²: of a batch's gradient"
     other = [one("ppo", n, test=0.7) for n in range(3)]
     assert table([*runs, *other])["methods"]["ppo"]["test_reward_minus_ste"]["mean"] == pytest.approx(-0.12)
     assert relative({"grad_variance": 1.0, "grad_mean_square": 0.0}) == math.inf

@@ -150,6 +150,7 @@ def _lines(summary: Record) -> Iterator[str]:
     for name, reason in summary["left_out"].items():
         yield f"{name} is left out: {reason}"
     yield f"validation reward before: {before:.3f}; reward, sd: of {plural(summary['test_samples'], 'test sample')}"
+    yield "gap: reward in training less that of the test; var/mean²: of a batch's gradient"
     yield "memory: of one batch's gradient, beside weights, gradients and optimizer"
     none = f"not shown: {plural(summary['seeds'], 'seed')}; give --seeds {FEWEST} or more"
     yield f"intervals: {summary['intervals'] if summary['seeds'] >= FEWEST else none}"
