@@ -76,7 +76,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     Dense equivalent: the model's own step, with `torch.multinomial` drawing by `relax.Noise` seeded from torch's own
     generator: the same tokens. The entropy bound sampler, the stable and confident criterion and the linear temperature
     schedule are known; others, logits processors among them, are a ConfigError. The step itself is never compiled.
-    memory_budget: bytes of slices, 256 MiB unless given. Memory: slices within the budget and (B, T, D) numbers, where
+    memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. Memory: slices and (B, T, D) numbers;
     the model's own has four (B, T, V) fp32 tensors. Forward calls outside of `generate` have their logits.
     """
     HOST.require()
