@@ -131,13 +131,13 @@ class ScoreConfig(TextOptions):
         self.check_text()
         if self.place.is_char_device():
             raise OptionError(f"--out {self.place}: expected a file, beside which parts are collected, got a device")
-        if self.place.suffix.lower() in OTHER_FORMATS:
-            raise OptionError(f"--out {self.place}: rows are written as parquet; give a name that ends in .parquet")
         if self.store == "topk" and self.hidden_dtype != "bfloat16":
             raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
         if self.store == "hidden" and self.keep != ScoreConfig.keep:
             raise OptionError(f"--keep {self.keep} is of --store topk: give that, or leave it out")
         self.check_files(self.place.parent, (escape(parts_of(self.place).name),), self.outputs())
+        if self.place.suffix.lower() in OTHER_FORMATS:
+            raise OptionError(f"--out {self.place}: rows are written as parquet; give a name that ends in .parquet")
         return self
 
     @property
