@@ -3,6 +3,7 @@ one namespace.
 """
 
 import ast
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import chdir
@@ -59,8 +60,17 @@ def case(page: Path):
     return pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * (page.name in SLOW))
 
 
+@pytest.fixture
+def level_left_as_it_was():
+    """A page that listens to the logger would have its kinds of call told before a later test's."""
+    logger = logging.getLogger("logitless")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
 @pytest.mark.parametrize("page", [case(p) for p in PAGES if BLOCK.search(p.read_text("utf-8"))])
-def test_code_runs(page, tmp_path, monkeypatch):
+def test_code_runs(page, tmp_path, monkeypatch, level_left_as_it_was):
     monkeypatch.chdir(tmp_path)
     code_of_page = blocks(page.read_text("utf-8"))
     if page.name not in SLOW and any("subprocess.run" in code for code in code_of_page):
