@@ -25,6 +25,11 @@ class Seam:
     versions: str
     functions: Mapping[str, tuple[str, ...]]
 
+    @property
+    def requirement(self) -> str:
+        """The host as pip takes it, in quotes."""
+        return f"'{self.package}{self.versions}'"
+
     def require(self) -> None:
         """Raises ConfigError that names what has moved, and ModuleNotFoundError where the host is not installed."""
         host = next(iter(self.functions)).partition(".")[0].partition(":")[0]
@@ -33,8 +38,8 @@ class Seam:
         except ModuleNotFoundError as error:
             if error.name != host:  # the host is there, and something that it needs is not
                 raise
-            needed = f"{self.package}{self.versions}"
-            raise ModuleNotFoundError(f"{host} is not installed: pip install '{needed}'", name=host) from None
+            missing = f"{host} is not installed: pip install {self.requirement}"
+            raise ModuleNotFoundError(missing, name=host) from None
         lost = [line for name, parameters in self.functions.items() if (line := moved(name, parameters))]
         if lost:
             raise self.error("; ".join(lost))
@@ -42,8 +47,7 @@ class Seam:
     def error(self, what: str) -> ConfigError:
         """The error that says which version has what, and which was expected."""
         return ConfigError(
-            f"{self.package} {version_of(self.package)}: {what}; "
-            f"install '{self.package}{self.versions}' or a newer logitless"
+            f"{self.package} {version_of(self.package)}: {what}; install {self.requirement} or a newer logitless"
         )
 
 

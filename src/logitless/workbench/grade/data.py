@@ -59,10 +59,9 @@ def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> P
     """Token ids of each split's prompts: whole lines of documents, or where these are too long a document's first
     tokens, in an order that the seed gives. Raises DataError."""
     wanted = config.max_steps * config.batch_size * config.gradient_accumulation_steps
-    sizes = {"train": min(wanted, MOST_PROMPTS), "validation": config.evaluation_prompts}
     found = {}
     for name in SPLITS:
-        size = sizes.get(name, config.evaluation_prompts)
+        size = min(wanted, MOST_PROMPTS) if name == "train" else config.evaluation_prompts
         found[name] = _prompts(config, texts.prompts[name], tokenizer, size)
         Random(f"{config.seed} {name}").shuffle(found[name])
         found[name] = found[name][:size]

@@ -149,7 +149,7 @@ def _stepped(setting: Setting) -> Setting:
 def _surplus(setting: Setting) -> int:
     """Rows that a step of the commands has beyond the batch: they make equal passes on every rank."""
     made = setting.micro_rows * setting.accumulation * setting.ranks
-    return made - setting.batch_size * setting.responses_per_prompt
+    return made - setting.batch_rows
 
 
 def to_the_byte(count: int) -> str:

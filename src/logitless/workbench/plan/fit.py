@@ -83,7 +83,7 @@ def _grown(found: Fit, wish: Setting, units: str) -> Fit:
 
 def _of_batch(setting: Setting, batch: int) -> Setting:
     """The setting with another batch, in as many forward passes, generated at once where it was."""
-    whole = setting.rollout_sequences >= ceil_div(setting.batch_size * setting.responses_per_prompt, setting.shards)
+    whole = setting.rollout_sequences >= ceil_div(setting.batch_rows, setting.shards)
     larger = replace(setting, batch_size=batch, micro_batch=0, rollout_batch=0 if whole else setting.rollout_batch)
     return replace(larger, micro_batch=ceil_div(larger.rows, setting.accumulation))
 
@@ -118,7 +118,7 @@ def _candidates(wish: Setting, batch: int, response: int) -> Iterator[Setting]:
 def _rows(candidate: Setting, allowed: int) -> Setting | None:
     """The candidate with the largest rollout batch and micro-batch that fit; None if none does."""
     phases = candidate.kind.phases
-    mine = ceil_div(candidate.batch_size * candidate.responses_per_prompt, candidate.shards)
+    mine = ceil_div(candidate.batch_rows, candidate.shards)
     if ROLLOUT in phases:
         rollout = _largest(candidate, "rollout_batch", mine, lambda p: p.peaks[ROLLOUT] <= allowed)
         if rollout is None:
@@ -215,7 +215,7 @@ def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> I
     whole = f"{plural(steps, 'pass')} of {plural(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
     yield "accumulation", str(steps), whole
     if found.rollout_batch:
-        mine = ceil_div(searched.batch_size * searched.responses_per_prompt, searched.shards)
+        mine = ceil_div(searched.batch_rows, searched.shards)
         why = "all of a GPU's sequences at once"
         if found.rollout_batch < mine:
             more = _above(found.rollout_batch, mine)

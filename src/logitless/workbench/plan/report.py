@@ -69,9 +69,8 @@ def notes(setting: Setting) -> list[str]:
     kind, found = setting.kind, []
     if setting.algorithm in ("grpo", "intuitor") and setting.responses_per_prompt == 1:
         found.append("one response per prompt: a group of one has no advantage; give --responses-per-prompt")
-    rows = setting.batch_size * setting.responses_per_prompt
-    if rows < setting.ranks:
-        some = f"{rows} a step for {setting.ranks} GPUs or groups of them, so some have none"
+    if setting.batch_rows < setting.ranks:
+        some = f"{setting.batch_rows} a step for {setting.ranks} GPUs or groups of them, so some have none"
         found.append(f"rows: {some}; give a larger --batch-size, or --context-parallel")
     if setting.dense_logits == "all" and setting.prompt_length and not kind.soft_tokens:
         found.append("dense: logits of the prompts too, as transformers and verl make them; see --dense-logits")

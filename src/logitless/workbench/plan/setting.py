@@ -160,9 +160,14 @@ class Setting:
         return self.gpus // (self.tensor_parallel * self.context_parallel)
 
     @property
+    def batch_rows(self) -> int:
+        """Rows of the batch, all GPUs, an optimizer step."""
+        return self.batch_size * self.responses_per_prompt
+
+    @property
     def rows(self) -> int:
         """Rows of the batch on each GPU, an optimizer step."""
-        return ceil_div(self.batch_size * self.responses_per_prompt, self.ranks)
+        return ceil_div(self.batch_rows, self.ranks)
 
     @property
     def micro_rows(self) -> int:
@@ -190,7 +195,7 @@ class Setting:
     @property
     def rollout_sequences(self) -> int:
         """Sequences generated at a time on each GPU; context parallelism does not divide them."""
-        mine = ceil_div(self.batch_size * self.responses_per_prompt, self.shards)
+        mine = ceil_div(self.batch_rows, self.shards)
         return min(self.rollout_batch or mine, mine)
 
     @property
@@ -200,7 +205,7 @@ class Setting:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step, all GPUs."""
-        return self.batch_size * self.responses_per_prompt * self.kind.sequences * self.length
+        return self.batch_rows * self.kind.sequences * self.length
 
     def keeps(self, name: str) -> bool:
         """Whether there is a `reference`, `critic` or `reward_model`."""

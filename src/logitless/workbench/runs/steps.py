@@ -28,7 +28,7 @@ def taking_steps(
     stop = GentleStop(bar.console) if alone else None
     for callback in (bar.records, held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
-    # the end of the steps is known to who stops them before what comes after the last is measured
+    # GentleStop hears that the steps have ended before the trained model is measured, which a signal then ends at once
     trainer.callback_handler.callbacks[:0] = [*([stop] if stop else []), AfterLastStep(held_out.conclude)]
     trainer.remove_callback(PrinterCallback)
     explain_failures(trainer, report_to)
