@@ -103,8 +103,16 @@ def test_a_second_look_is_compiled(fresh, masked):
     assert kernels.count() == len(fresh) == 2
 
 
-@needs_a_compiler
-def test_a_function_is_of_one_beta(fresh):
+def built_plainly(function, tensors):
+    """What `kernels.build` gives, of a function that stays as it is."""
+    names = list(tensors)
+    outputs = list(function({name: x.clone() for name, x in tensors.items()}))
+    return lambda *given: list(function(dict(zip(names, given, strict=True))).values()), outputs
+
+
+def test_a_function_is_of_one_beta(fresh, monkeypatch):
+    monkeypatch.setattr(kernels, "build", built_plainly)
+    monkeypatch.setattr(compiled_support, "_compiler_fails", lambda _: None)
     ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True).training("hidden", "weight")
     for beta in (0.5, 0.2):
         compare(ops, ("logprob", "jsd"), backend="compiled", memory_budget=60_000, jsd_beta=beta)
@@ -131,8 +139,11 @@ def test_a_number_each_of_the_tokens_may_lie_apart(fresh):
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("want", [(*WANT, "kl", "sum_sq_prob"), ("jsd", "reverse_kl", "rank")], ids=str)
+@pytest.mark.parametrize(
+    ("want", "more"),
+    [((*WANT, "kl", "sum_sq_prob"), {}), (("jsd", "reverse_kl", "rank"), {"softcap": 5.0})],
+    ids=["one look", "two looks, softcap"],
+)
 def test_columns_are_compiled_in_whole_blocks(want, more, fresh):
     """Some tokens whose logits a gradient needs again, and a last slice of 41 entries, which is read plainly."""
     ops = operands((13,), 7, 2048 + 41, dtype=torch.float32, reference=True, bias=False, **more)
@@ -211,10 +222,10 @@ def test_several_threads_compile_once(fresh):
 def test_functions_are_compiled_for_a_cpu_whatever_the_default_device(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True).training()
-    want, options = ("logprob", "jsd"), {"memory_budget": 60_000}
+    want, options = ("logprob",), {"memory_budget": 60_000}
     with torch.device("meta"):
         found = stats_of(ops, want, backend="compiled", **options)
-    assert kernels.count() == len(fresh) == 2
+    assert kernels.count() == len(fresh) == 1
     for x, right in zip(found, stats_of(ops, want, backend="eager", **options), strict=True):
         torch.testing.assert_close(x, right, rtol=2e-5, atol=2e-5)
 
