@@ -27,7 +27,8 @@ SLOW = ("tokens_for_any_number_of_devices", "every_device_has_the_same_bits", "v
 def test_sharded_heads_give_what_one_device_gives(names):
     """Those that are quick one after another in one process: JAX takes longer to start than most of them."""
     script = Path(__file__).parents[1] / "support" / "jax" / "sharded.py"
-    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    four = {"XLA_FLAGS": flags, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, script, *names]
     done = subprocess.run(command, env=os.environ | four, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
