@@ -128,7 +128,7 @@ test-peers: .venv/dev.stamp
 	PYTHONPATH=build/peers $(PYTEST) 2 --dist worksteal tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
 
 # The library in C++ on an emulated processor without AVX-512, by qemu-user 7.2 or later; so runs the compiler's driver,
-# which compiles for the processor that it sees. Half an hour.
+# which compiles for the processor that it sees. Two hours.
 QEMU ?= qemu-x86_64-static
 test-avx2: .venv/dev.stamp
 	mkdir -p build/avx2
@@ -196,13 +196,13 @@ wheel-test: .venv/dev.stamp
 
 # In a variable, since make splits a call's arguments at commas.
 DEV_EXTRAS := train,rl,docs,bench,dev
-# The package with some extras. All cores compile what pip installed, where pip would use one; some packages' templates
-# are no Python.
+# The package with some extras. All cores compile what pip installed, where pip would use one, but for packages' tests;
+# some packages' templates are no Python.
 define install
 	$(PIP) --no-compile torch
 	$(PIP) --no-compile --editable '.[$(1)]'
 	$(SMOLLM2)
-	$(BIN)/python -m compileall -qq --workers 0 .venv/lib || true
+	$(BIN)/python -m compileall -qq --workers 0 -x /tests/ .venv/lib || true
 endef
 
 .venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
