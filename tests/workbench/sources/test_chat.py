@@ -81,14 +81,15 @@ def test_marks_are_what_transformers_makes_of_them(place):
 @pytest.mark.parametrize("begin", ["", MARK], ids=["plain", "marked"])
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_templates_that_fail_or_never_end(place, kind, begin, monkeypatch):
-    monkeypatch.setattr("logitless.workbench.sources.tokenizer.MOST_SECONDS", 0.3)
     template, said = TEMPLATES[kind]
+    if said == "did not end in":
+        monkeypatch.setattr("logitless.workbench.sources.tokenizer.MOST_SECONDS", 0.3)
     began = time.perf_counter()
     with pytest.raises(ConfigError, match="the chat template failed") as caught:
         example({"messages": [ASKED, SAID]}, tokenizer(place, begin + template), "here")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30  # and not for ever
 
 
 @pytest.mark.parametrize(
