@@ -11,6 +11,9 @@ from .catalog import fields_of, from_config
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 UNLIKE = ("attn_logit_softcapping", "sinks", "attention_chunk_size")
+DECODERS = ("gpt_neox", "gpt_neox_japanese")  # beside encoders, the only configurations that call themselves none
+BOTH_WAYS = ("cpmant", "xlnet")  # whose attention has no direction, which their configurations do not say
+DIRECTIONS = ("causal", "is_causal")  # what others call it
 
 
 def configuration(name: str) -> Any:
@@ -37,6 +40,14 @@ def config_of(values: Any, name: str) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # configuration classes validate in their own ways
         raise ConfigError(f"--model {name}: {in_one_line(error, 300)}") from None
+
+
+def sees_ahead(config: Any) -> bool:
+    """Whether tokens see those that follow them, as an encoder's do."""
+    encodes = getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
+    said = any(getattr(config, name, True) is False for name in DIRECTIONS)
+    of_gemma = getattr(config, "use_bidirectional_attention", None) is True
+    return encodes or said or of_gemma or config.model_type in BOTH_WAYS
 
 
 def any_layer(name: str) -> str:

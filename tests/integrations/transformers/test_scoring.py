@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers as t
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 
 import logitless
-from logitless.errors import LabelError, OptionError, ShapeError
+from logitless.errors import ConfigError, LabelError, OptionError, ShapeError
 from tests.support.allocations import trace_allocations
+from tests.support.integrations.masked import MASKED, WIDTH
 from tests.support.integrations.tiny import TINY
 
 KEEP = 4
@@ -155,6 +157,36 @@ def test_logits_that_hooks_move_to_where_the_input_was():
     moved.forward = hooked
     expected, got = (logitless.score(x, batch).logprob for x in (model, moved))
     torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+XLM = {"vocab_size": 97, "emb_dim": 16, "n_layers": 1, "n_heads": 2}
+XLNET = {"vocab_size": 97, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24}
+GEMMA = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+SEE_AHEAD = {
+    "ModernBertForMaskedLM": MASKED["modernbert"].build,
+    "BertLMHeadModel": lambda: t.BertLMHeadModel(t.BertConfig(vocab_size=97, **WIDTH)),
+    "XLMWithLMHeadModel": lambda: t.XLMWithLMHeadModel(t.XLMConfig(**XLM)),
+    "XLNetLMHeadModel": lambda: t.XLNetLMHeadModel(t.XLNetConfig(**XLNET)),
+    "CpmAntForCausalLM": lambda: t.CpmAntForCausalLM(
+        t.CpmAntConfig(vocab_size=97, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=24, num_hidden_layers=1)
+    ),
+    "Gemma3ForCausalLM": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True)),
+    "LlamaForCausalLM": lambda: TINY["llama"].build(is_causal=False),
+}
+
+
+@pytest.mark.parametrize("name", SEE_AHEAD)
+def test_a_model_that_sees_what_it_is_to_predict(name):
+    with pytest.raises(ConfigError, match=f"expected a causal language model, got {name}, which sees what follows"):
+        logitless.score(SEE_AHEAD[name](), texts())
+
+
+def test_models_that_see_ahead_unless_they_are_told_not_to():
+    ids = texts()["input_ids"][:1]
+    causal = t.BertLMHeadModel(t.BertConfig(vocab_size=97, **WIDTH, is_decoder=True))
+    for model in (causal, t.XLMWithLMHeadModel(t.XLMConfig(**XLM, causal=True)), TINY["gpt-neox"].build()):
+        whole, cut = (logitless.score(model, {"input_ids": ids[:, :n]}, keep=0) for n in (9, 6))
+        torch.testing.assert_close(whole.logprob[0, 1:6], cut.logprob[0, 1:])
 
 
 def test_more_entries_than_there_are():

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra.options import whole_within
-from ...errors import DeviceError, ShapeError
+from ...errors import ConfigError, DeviceError, ShapeError
+from ...models.instances import sees_ahead
 from ...sample import SampleRecord
 from ...vocab.face import LMHead, TokenStats, of_integers, token_stats
 from .inputs import check_by_name
-from .lm_head import evaluating, forward_with, head_of, through_head
+from .lm_head import causal_lm, evaluating, forward_with, head_of, through_head
+from .masked import is_masked
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
 
@@ -68,6 +70,7 @@ def token_scores(
 
     reference: as `head_inputs` gives them of another model. look: gets the hidden states (n, H) that the head gets.
     """
+    _check_causal(causal_lm(model))
     size = 0
 
     def read(head: LMHead, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -88,6 +91,15 @@ def head_inputs(model: nn.Module, batch: dict[str, Any], at: tuple[Tensor, Tenso
     """The hidden states (n, H) at some positions of a batch, and their head, of a model that is not sharded."""
     with torch.no_grad(), evaluating(model):
         return forward_with(model, batch, lambda inner, hidden: (hidden[at], head_of(inner)))
+
+
+def _check_causal(model: Any) -> None:
+    """ConfigError for a model whose tokens see those that they are to predict: it would score the text that it has."""
+    if is_masked(model) or sees_ahead(model.config):
+        raise ConfigError(
+            f"model: expected a causal language model, got {type(model).__name__}, which sees what follows a token; "
+            "score text with a model that predicts it"
+        )
 
 
 def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

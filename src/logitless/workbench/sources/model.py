@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, LogitlessError, OptionError, in_one_line
-from ...models.instances import any_layer, config_of, with_adapters
+from ...models.instances import any_layer, config_of, sees_ahead, with_adapters
 from ...models.nsa.options import options_of, saved_with_nsa
 from ...models.positions import check_reach, reach, scale
 from ...models.presets import PRESETS, check_known, preset
@@ -24,7 +24,6 @@ from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 WHOLE = ("I", "U", "BOOL")  # with which safetensors' names of dtypes begin that are not of floating point
-DECODERS = ("gpt_neox", "gpt_neox_japanese")  # beside encoders, the only configurations that call themselves none
 DROPOUT = ("dropout", "pdrop")  # with which configurations' names of probabilities end
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
@@ -322,8 +321,7 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         "attn_implementation": attention if attention in ("sdpa", "eager") else None,
         "trust_remote_code": False,
     }
-    encodes = getattr(wanted, "is_decoder", True) is False and wanted.model_type not in DECODERS
-    if encodes or getattr(wanted, "is_encoder_decoder", False):
+    if sees_ahead(wanted) or getattr(wanted, "is_encoder_decoder", False):
         kind = (wanted.architectures or [wanted.model_type])[0]
         raise ConfigError(
             f"--model {source.name}: expected a causal language model, got {kind}, which sees what follows"
