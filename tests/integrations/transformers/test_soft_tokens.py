@@ -16,6 +16,7 @@ from logitless.errors import ConfigError
 from logitless.integrations.transformers.soft_tokens import reader_of, table_of
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, generate
+from tests.support.integrations.masked import MASKED
 from tests.support.integrations.tiny import TINY, halved
 
 VOCAB, T = 97, 4
@@ -127,5 +128,10 @@ def test_layers_that_keep_something_else_are_refused():
         (Lfm2ForCausalLM(Lfm2Config(**sizes, **mixed)), "LinearAttentionLayer"),
         (RwkvForCausalLM(RwkvConfig(**sizes)), "a state"),
     ):
-        with pytest.raises(ConfigError, match=f"need layers that keep keys and values alone, got {kept}: use another"):
+        with pytest.raises(ConfigError, match=f"need layers that keep keys and values alone; got {kept}: use another"):
             reader_of(model, VOCAB)
+
+
+def test_an_encoder_is_refused():
+    with pytest.raises(ConfigError, match="BertForMaskedLM: methods on soft tokens need tokens that see those before"):
+        reader_of(MASKED["bert"].build(VOCAB), VOCAB)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...models.instances import sees_ahead
 from ...relax import Reader
 from ...vocab.face import LMHead
 from .lm_head import cache_name, causal_lm, forward_with, head_of
@@ -71,16 +72,19 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
 
 
 def _check_layers(model: Any) -> None:
-    """ConfigError where a layer keeps more or other than keys and values, as linear attention and indexers do."""
+    """ConfigError where a layer keeps more or other than keys and values, as linear attention and indexers do.
+
+    And where it sees what follows, which nothing does that was generated.
+    """
     from transformers import DynamicCache
+
+    if sees_ahead(model.config):
+        raise _unfit(model, "tokens that see those before them alone", "an encoder's")
 
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     found = sorted(kinds.difference(KEEP_ALL)) or ["a state"] * getattr(model, "_is_stateful", False)
     if found:
-        raise ConfigError(
-            f"{type(model).__name__}: methods on soft tokens need layers that keep keys and values alone, got "
-            f"{', '.join(found)}: use another model"
-        )
+        raise _unfit(model, "layers that keep keys and values alone", ", ".join(found))
 
 
 def _check_kept(model: Any, kept: list[Any]) -> None:
@@ -90,10 +94,13 @@ def _check_kept(model: Any, kept: list[Any]) -> None:
     shapes = {None if x is None else (x.shape[1], x.shape[3]) for x in kept}
     if len(kept) != 2 * config.num_hidden_layers or {x and x[0] for x in shapes} != {heads} or len(shapes) != 1:
         found = ", ".join(sorted("none" if x is None else f"{x[0]}x{x[1]}" for x in shapes))
-        raise ConfigError(
-            f"{type(model).__name__}: methods on soft tokens need {config.num_hidden_layers} layers that keep keys and "
-            f"values of one shape, {heads} heads; got {len(kept) // 2} with heads x width {found}: use another model"
-        )
+        needed = f"{config.num_hidden_layers} layers that keep keys and values of one shape, {heads} heads"
+        raise _unfit(model, needed, f"{len(kept) // 2} with heads x width {found}")
+
+
+def _unfit(model: Any, needed: str, got: str) -> ConfigError:
+    name = type(model).__name__
+    return ConfigError(f"{name}: methods on soft tokens need {needed}; got {got}: use another model")
 
 
 def _layers(past: Tensor, config: Any, embeds: Tensor) -> list[tuple[Tensor, Tensor]]:
