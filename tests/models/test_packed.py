@@ -110,3 +110,9 @@ def test_models_that_keep_documents_apart(kind, dtype):
     both, alone = (model(input_ids=ids[:, i:], position_ids=positions[:, i:], use_cache=False).logits for i in (0, 4))
     assert found == torch.allclose(both[:, 4:], alone, atol=1e-5)
     assert found == (kind not in ("opt", "bloom"))
+
+
+def test_weights_that_are_no_numbers_are_not_said_to_mix_documents():
+    model = AutoModelForCausalLM.from_config(SMALL["qwen3"])
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    assert keeps_apart(model)

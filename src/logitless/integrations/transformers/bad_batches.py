@@ -20,6 +20,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.is_nan: Tensor | None = None  # of the last loss, ()
+        self.begun = False  # a loss before was a number
 
     def before(self) -> None:
         """Looks at the last loss, where nobody has done so yet."""
@@ -27,10 +28,10 @@ class Watch:
             return
         is_nan, self.is_nan = self.is_nan, None
         if bool(is_nan):
-            raise NotFiniteError(
-                "hidden states: expected finite numbers, got a loss of NaN from them; lower the learning rate and go "
-                "back to the last checkpoint"
-            )
+            again = "lower the learning rate and go back to the last checkpoint"
+            hint = again if self.begun else "it is the first loss: load finite weights, or load them in float32"
+            raise NotFiniteError(f"hidden states: expected finite numbers, got a loss of NaN from them; {hint}")
+        self.begun = True
 
     def after(self, loss: Tensor) -> None:
         """Takes note of a loss, (), and looks at it if it is here."""
