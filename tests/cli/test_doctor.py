@@ -8,6 +8,7 @@ import torch
 import logitless as ll
 from logitless.cli.doctor import CALLS
 from logitless.cli.main import main
+from logitless.resident import peak_bytes, reset_peak
 from logitless.vocab.call import triton_support
 from tests.support.vocab.processors import needs_a_compiler
 from tests.support.workbench.units import assert_one_unit
@@ -92,3 +93,13 @@ def test_a_gpu_that_is_not_there(capsys):
         pytest.skip("there is one")
     assert main(["doctor", "--device", "cuda"]) == 2
     assert "this torch sees no GPU" in capsys.readouterr().err
+
+
+def test_sizes_take_no_memory(capsys):
+    """A machine without the memory for a row of 2^31 numbers is told its price, too."""
+    cpu = torch.device("cpu")
+    reset_peak(cpu)
+    before = peak_bytes(cpu)
+    calls = report(capsys, "--hidden-size", str(2**28), "--device", "cpu")["calls"]
+    assert calls[0]["gradient_bytes"] > 2 * 2**28 * 8192
+    assert peak_bytes(cpu) - before < 2 * 2**28

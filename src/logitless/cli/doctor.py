@@ -123,11 +123,13 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
 
     dtype = getattr(torch, config.dtype)
 
-    def shape(*sizes: int) -> torch.Tensor:
-        """A tensor of this shape in the memory of one row, whose numbers lie side by side as a real one's do."""
-        return torch.zeros(sizes[-1], dtype=dtype, device=where).expand(sizes)
-
     n, h, v = config.tokens, config.hidden_size, config.vocab_size
+    row = torch.empty(h, dtype=dtype, device=where)  # whose numbers lie side by side as a real tensor's do
+
+    def shape(*sizes: int) -> torch.Tensor:
+        """A tensor of this shape in the memory of one row, which nobody reads."""
+        return row.expand(sizes)
+
     labels = torch.zeros(1, dtype=torch.long, device=where).expand(n)
     for name, (want, trained, loss, against) in CALLS.items():
         x = {"hidden": shape(n, h), "weight": shape(v, h)}
