@@ -43,7 +43,7 @@ VALUES: dict[Any, st.SearchStrategy] = {
     bool: st.booleans(),
     int: st.integers(-1, 300) | st.sampled_from([2**31, 2**63, 10**20]),
     float: st.floats(-1, 3, allow_subnormal=False) | st.sampled_from([1e-5, 1e22, 2, 0]),
-    str: st.sampled_from(TEXTS),
+    str: st.sampled_from((*TEXTS, "")),
     Path: st.sampled_from(TEXTS).map(Path),
 }
 

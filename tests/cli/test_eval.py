@@ -92,7 +92,7 @@ def test_a_table_for_people_and_json_for_machines(micro_evaluated, tmp_path, cap
         (["--tasks", "a", "--limit", "0"], "--limit must be at least 1"),
         (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot must be 0 or more"),
         (["--tasks", "a"], "--tasks needs lm-eval, which is not installed: pip install lm-eval"),
-        (["--data", ".", "--against", ""], "--against must be a name or a path"),
+        (["--data", ".", "--against", ""], "--against is empty: give a value, or leave it out"),
         (["--data", ".", "--against", "none/where"], "--against none/where: "),
         (["--data", ".", "--against", "nope"], "--against nope: expected a directory with weights to compare with"),
     ],

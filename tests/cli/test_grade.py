@@ -95,6 +95,14 @@ def test_seeds_are_of_all_methods_alone(capsys):
     assert "--seeds is of --method all, got it with --method ste" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--seeds", "3"], ["--method", "rloo", "--tau-end=0.5"], ["--top_k", "many"]])
+def test_an_option_of_these_methods_without_one_of_them(given, capsys):
+    assert main(["align", *given]) == 2
+    option = next(x for x in given if x != "--method" and x.startswith("--")).partition("=")[0]
+    error = f"logitless: {option} is of --method ste, gumbel, reinforce, ppo, ste_legacy, gumbel_legacy, all alone: "
+    assert capsys.readouterr().err.startswith(error)
+
+
 def test_an_option_of_the_other_methods_points_to_the_help_of_this_one(capsys):
     assert main(["align", "--method", "ste", "--rewards", "python_lines"]) == 2
     assert "--rewards, python_lines (see logitless align --method ste --help)" in capsys.readouterr().err

@@ -61,6 +61,8 @@ def test_a_summary_for_people_and_for_machines(micro_scored, corpus, tmp_path, c
     ("given", "message"),
     [
         ([], "--data is missing"),
+        (["--data", ""], "--data is empty: give a value, or leave it out"),
+        (["--output", "a.parquet"], "--output, a.parquet; did you mean --out?"),
         (["--data", "none"], "--data none: no such file or directory"),
         (["--data", ".", "--keep", "300"], "--keep must be at most the vocabulary, here 259"),
         (["--data", ".", "--bos", "maybe"], "--bos"),

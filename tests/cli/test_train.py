@@ -153,8 +153,11 @@ def test_a_threshold_beside_the_budget(micro, tmp_path, capsys):
     assert main(arguments(micro, tmp_path / "run", *sizes)) == 0
     found = json.loads(capsys.readouterr().out)["loss"]
     assert (found["method"], found["memory_budget_bytes"], found["threshold_bytes"]) == ("dense", 2**14, 10**10)
-    for more, words in ((["--loss", "logitless"], "where --loss auto changes"), ([], "must be a size such as")):
-        size = "10GB" if more else "ten"
+    for words, size, *more in (
+        ("where --loss auto changes", "10GB", "--loss", "logitless"),
+        ("must be a size such as", "ten"),
+        ("--loss-threshold must be 1000 bytes or more, got '10'", "10"),  # of GB, as it were
+    ):
         assert main(arguments(micro, tmp_path / "bad", "--loss-threshold", size, *more)) == 2
         assert words in capsys.readouterr().err
 
@@ -254,6 +257,8 @@ def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, unmeasure
         (["--max-steps", "many"], "logitless: --max-steps: expected a whole number, got 'many'"),
         (["--learning-rate", "low"], "logitless: --learning-rate: expected a number, got 'low'"),  # may be left out
         (["--los", "dense"], "--los, dense; did you mean --loss?"),
+        (["--MODEL", "tiny"], "--MODEL, tiny; did you mean --model?"),
+        (["--output", "here"], "--output, here; did you mean --output-dir?"),
         (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'logitless')"),
         (["--data"], "Missing value for argument '--data'"),
         (["everything"], "Unrecognized options: everything"),
@@ -265,3 +270,13 @@ def test_options_that_cannot_be_read(given, expected, capsys):
     assert error.count("\n") == 1
     assert expected in error
     assert error.endswith("(see logitless train --help)\n")
+
+
+@pytest.mark.parametrize(
+    "given", [["--data", ""], ["--output-dir="], ["--output_dir", ""], ["--teacher", ""]], ids=" ".join
+)
+def test_an_option_without_a_value_is_no_other_one(given, capsys):
+    """As a shell's variable is that nobody set: a path was the current folder, and data the standard library."""
+    assert main(["train", "--rope-scaling", "", *given]) == 2
+    option = given[0].partition("=")[0]
+    assert capsys.readouterr().err == f"logitless: {option} is empty: give a value, or leave it out\n"

@@ -114,6 +114,7 @@ def test_the_check_fits_for_any_vocabulary():
     ("given", "message"),
     [
         (["--loss-threshold", "lots"], "--loss-threshold must be a size"),
+        (["--loss-threshold", "10"], "--loss-threshold must be 1000 bytes or more, got '10'"),
         (["--json"], "Expected 1 value (see logitless verify --help)"),
         (["--vocab-size", "1"], "--vocab-size must be at least 2"),
         (["--json", "/nowhere/v.json"], "the folder /nowhere does not exist"),

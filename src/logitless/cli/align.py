@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..errors import OptionError
 from ..workbench.align.config import METHODS, AlignConfig
 from ..workbench.common.files import read_lines
 from ..workbench.common.launch import launched_ranks
@@ -58,7 +60,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> AlignConfig:
     """The options as given, checked."""
-    return options.layered(AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments).check()
+    try:
+        return options.layered(
+            AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments
+        ).check()
+    except OptionError:
+        theirs = {f.name for f in fields(GradeConfig)}.difference(f.name for f in fields(AlignConfig))
+        for option in (argument.partition("=")[0] for argument in arguments):
+            if option.startswith("--") and option[2:].replace("-", "_") in theirs:
+                raise OptionError(f"{option} is of --method {', '.join(GRADE_METHODS)} alone: give one, too") from None
+        raise
 
 
 def _grade(arguments: Sequence[str]) -> int:

@@ -21,18 +21,19 @@ import tyro
 
 from ..errors import OptionError
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table, short
+from ..workbench.common.options import Option, RunOptions, check_given, check_trusted, read_file, read_table, short
 from ..workbench.common.written import RUN_FILE
 from ..workbench.runs.rundir import check_own, check_place, stored
 from . import verbose
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
-SAID = {  # other names of options, of which a command may have the second
+SAID = {  # other names of options, of which a command may have one of the second
     "bs": "batch-size",
     "lr": "learning-rate",
     "steps": "max-steps",
-    "output": "output-dir",
+    "output": "output-dir out",
+    "out": "output-dir",
     "vocab-size": "model",
     "hidden-size": "model",
     **dict.fromkeys(("seq-len", "seq-length", "sequence-length", "max-length", "ctx"), "context-length"),
@@ -59,6 +60,9 @@ def parse(
         _help(default, prog, description)
     options: Any = default
     names = [f.name for f in fields(options)]
+    given = [x for argument in arguments for x in (argument.split("=", 1) if argument[:2] == "--" else [argument])]
+    for option, value in pairwise(given):
+        check_given(kind, option.removeprefix("--").replace("-", "_"), value, option)
     try:
         with redirect_stderr(report):
             return tyro.cli(kind, prog=prog, description=description, args=list(arguments), default=default)
@@ -199,7 +203,7 @@ def one_line(report: str, names: Sequence[str] = ()) -> str:
 
 def _similar(word: str, names: Sequence[str]) -> list[str]:
     """The option that a word may have meant: one that it begins with, else the nearest."""
-    text, known = word[2:].replace("_", "-"), [name.replace("_", "-") for name in names]
+    text, known = word[2:].replace("_", "-").lower(), [name.replace("_", "-") for name in names]
     begins = [name for name in known if text.startswith(f"{name}-")]
-    near = begins[:1] or get_close_matches(text, known, n=1, cutoff=0.7) or [SAID.get(text)]
+    near = begins[:1] or get_close_matches(text, known, n=1, cutoff=0.7) or SAID.get(text, "").split()
     return [f"--{name}" for name in near if name in known]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..units import format_bytes, one_unit, parse_bytes
+from ..units import format_bytes, one_unit
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import MOST, Device, JsonFile, require
+from ..workbench.common.options import MOST, Device, JsonFile, budget_bytes, require
 from . import options
 from .output import deliver
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
     config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
     check_outputs({"json": config.json})
-    given = None if config.loss_threshold is None else parse_bytes(config.loss_threshold, "--loss-threshold")
+    given = None if config.loss_threshold is None else budget_bytes(config.loss_threshold, "--loss-threshold")
     lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
     for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):
         require(2 <= value < MOST, name, "at least 2 and less than 2^31", value)

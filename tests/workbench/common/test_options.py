@@ -95,6 +95,7 @@ def test_files(tmp_path, name, text):
         ("a.yaml", "gradient_checkpointing: 1", "must be of type bool"),
         ("a.yaml", "loss: fast", "must be one of auto, dense, logitless"),
         ("a.yaml", "output_dir: 7", "output_dir must be of type Path, got 7"),
+        ("a.yaml", "data: ''", "a.yaml: data is empty: give a value, or leave it out"),
         ("a.yaml", "- a\n- b", "expected a table of options"),
         ("a.yaml", "a: [", "not YAML"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "not YAML"),

@@ -49,6 +49,12 @@ def check_values(options: Any) -> None:
                 option.check(name, getattr(options, name))
 
 
+def check_given(kind: type, name: str, value: Any, said: str) -> None:
+    """OptionError for an empty text where that means nothing: of it a path is the current folder, and data no data."""
+    if value == "" and getattr(kind, name, "") not in ("", ()):
+        raise OptionError(f"{said} is empty: give a value, or leave it out")
+
+
 def at_least(least: int) -> Callable[[str, Any], None]:
     """The check of a whole number, which what is computed from it must not overflow."""
     expected = "0 or more" if least == 0 else f"at least {least}"
@@ -68,9 +74,9 @@ def _check_device(name: str, value: str) -> None:
     require(value in ("auto", "cpu", "cuda"), name, "auto, cpu or cuda", value)
 
 
-def budget_bytes(text: str) -> int:
-    """--memory-budget in bytes; OptionError for a size without a meaning."""
-    return parse_bytes(text, "--memory-budget", least=LEAST_BUDGET)
+def budget_bytes(text: str, option: str = "--memory-budget") -> int:
+    """What logits may take in bytes; OptionError for a size without a meaning, such as 10 for 10GB."""
+    return parse_bytes(text, option, least=LEAST_BUDGET)
 
 
 def budget_bytes_on(device: str, text: str) -> int:
@@ -296,6 +302,7 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
             raise OptionError(
                 f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}: give it once"
             )
+        check_given(type(base), name, value, f"{where}: {key}")
         new[name] = _coerce(value, known[name], f"{where}: {key}")
     return dataclasses.replace(base, **new)
 

@@ -8,8 +8,17 @@ from typing import Literal
 
 from ...errors import OptionError
 from ...models.positions import parse_scaling
-from ...units import parse_bytes
-from ..common.options import MOST, Count, MlpTiles, ModelName, Offloading, ReportTo, RunOptions, require
+from ..common.options import (
+    MOST,
+    Count,
+    MlpTiles,
+    ModelName,
+    Offloading,
+    ReportTo,
+    RunOptions,
+    budget_bytes,
+    require,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class TrainConfig(RunOptions):
     def loss_threshold_bytes(self) -> int:
         """Of one forward pass's logits."""
         given = self.loss_threshold
-        return self.memory_budget_bytes if given is None else parse_bytes(given, "--loss-threshold")
+        return self.memory_budget_bytes if given is None else budget_bytes(given, "--loss-threshold")
 
     @property
     def loss_on_ranks(self) -> Literal["auto", "dense", "logitless"]:
@@ -95,7 +104,7 @@ class TrainConfig(RunOptions):
         expected = "at least 2 (a token and its successor), less than 2^31"
         require(2 <= self.context_length < MOST, "context_length", expected, self.context_length)
         if self.loss_threshold is not None:
-            parse_bytes(self.loss_threshold, "--loss-threshold")
+            budget_bytes(self.loss_threshold, "--loss-threshold")
             if self.loss != "auto":
                 raise OptionError(f"--loss-threshold is where --loss auto changes, got it with --loss {self.loss}")
             if self.loss_on_ranks != "auto" and self.resume is None:  # a run may have begun with it
