@@ -65,6 +65,17 @@ def test_only_what_the_assistant_says_is_learned(place, template):
     assert (every.ids == found.ids).all()
 
 
+def test_an_answer_may_quote_an_end_of_text_that_does_not_end_it(place):
+    """As where a template ends turns by a marker of its own; what it writes behind the tokenizer's is not learned."""
+    given = {"messages": [ASKED, {**SAID, "content": " </s> ends. "}, ASKED, {**SAID, "content": "s"}]}
+    other = PLAIN.replace("</s>", "<end>").replace("m['content']", "m['content'] | trim")
+    assert learned(example(given, tokenizer(place, other), "here"), place) == "</s> ends.<end>\ns<end>\n"
+    assert learned(example(given, tokenizer(place), "here"), place) == " </s> ends. </s>s</s>"
+    shouted = PLAIN.replace("m['content']", "m['content'] | upper")  # where it stands is not known
+    long = {"messages": [ASKED, {**SAID, "content": "me, " * 30}]}
+    assert learned(example(long, tokenizer(place, shouted), "here"), place) == "ME, " * 30 + "</s>"
+
+
 def test_marks_are_what_transformers_makes_of_them(place):
     messages = [{"role": "system", "content": "be brief", "name": None}, ASKED, SAID, ASKED, {**SAID, "content": "äh."}]
     found, saved = example({"messages": messages}, tokenizer(place, MARKED), "here"), tokenizer(place, MARKED).saved

@@ -128,9 +128,9 @@ def _of_messages(
     if every:
         return Example(ids, np.ones(len(ids), bool))
     said = np.zeros(len(ids), bool)
-    for begin, end in _spans(messages, text, write, where):
+    for begin, behind, end in _spans(messages, text, write, where):
         inside = (begins >= begin) & (ends <= end)
-        last = np.flatnonzero(inside & (ids == tokenizer.eos_id))
+        last = np.flatnonzero(inside & (begins >= behind) & (ids == tokenizer.eos_id))
         said |= inside & (np.arange(len(ids)) <= last[-1]) if len(last) else inside  # nothing behind the answer's end
     return Example(ids, said)
 
@@ -145,8 +145,11 @@ def _encoded(text: str, saved: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def _spans(
     messages: list[dict[str, Any]], text: str, write: Callable[..., str], where: str
-) -> Iterable[tuple[int, int]]:
-    """Where in the text the assistant's messages stand, found by writing the conversation up to each of them."""
+) -> Iterable[tuple[int, int, int]]:
+    """Where in the text the assistant's messages stand, found by writing the conversation up to each of them.
+
+    From, behind their content (which may quote an end of text), to; from, from, to where that is written otherwise.
+    """
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             until = write(messages[: number + 1], to_answer=False)
@@ -156,7 +159,10 @@ def _spans(
                     f"--data {where}: the chat template writes earlier messages anew as a conversation goes on, so "
                     "that the assistant's cannot be told apart: give one answer in each conversation"
                 )
-            yield len(before), len(until)
+            content = message.get("content")
+            content = content.strip() if isinstance(content, str) else ""
+            at = until.find(content, len(before))
+            yield len(before), len(before) if at < 0 else at + len(content), len(until)
 
 
 def _opening(text: str, write: Callable[..., str]) -> str:
