@@ -123,7 +123,16 @@ def test_memory_has_no_logits():
         ({"input_ids": torch.ones(1, 3)}, ShapeError, "got torch.float32 of shape"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, ShapeError, "got torch.bool of shape"),
         ({"input_ids": torch.ones(0, 3, dtype=torch.long)}, ShapeError, "at least one token"),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)}, ShapeError, "attention_mask"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)},
+            ShapeError,
+            r"attention_mask: expected input_ids' shape \(1, 3\), got \(1, 2\)",
+        ),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "attention_mask": {"full_attention": torch.ones(1, 1, 3, 3)}},
+            ShapeError,
+            "attention_mask: expected input_ids' shape .*, got dict",
+        ),
     ],
 )
 def test_bad_input_is_named(inputs, error, message):

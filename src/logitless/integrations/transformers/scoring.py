@@ -113,8 +113,9 @@ def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         raise ShapeError(f"input_ids: expected texts of at least one token, got shape {tuple(ids.shape)}")
     if mask is None:
         return ids, torch.ones_like(ids, dtype=torch.bool)
-    if tuple(mask.shape) != tuple(ids.shape):
-        raise ShapeError(f"attention_mask: expected input_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ShapeError(f"attention_mask: expected input_ids' shape {tuple(ids.shape)}, got {got}")
     if mask.device != ids.device:
         raise DeviceError(f"attention_mask is on {mask.device}, input_ids on {ids.device}; move one of them")
     return ids, mask.bool()
