@@ -171,6 +171,7 @@ def test_logits_that_hooks_move_to_where_the_input_was():
 XLM = {"vocab_size": 97, "emb_dim": 16, "n_layers": 1, "n_heads": 2}
 XLNET = {"vocab_size": 97, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24}
 GEMMA = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+BART = {"vocab_size": 97, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "is_decoder": True}
 SEE_AHEAD = {
     "ModernBertForMaskedLM": MASKED["modernbert"].build,
     "BertLMHeadModel": lambda: t.BertLMHeadModel(t.BertConfig(vocab_size=97, **WIDTH)),
@@ -180,6 +181,7 @@ SEE_AHEAD = {
         t.CpmAntConfig(vocab_size=97, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=24, num_hidden_layers=1)
     ),
     "Gemma3ForCausalLM": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True)),
+    "BartForConditionalGeneration": lambda: t.BartForConditionalGeneration(t.BartConfig(**BART)),
     "LlamaForCausalLM": lambda: TINY["llama"].build(is_causal=False),
 }
 

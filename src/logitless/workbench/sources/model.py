@@ -321,7 +321,7 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         "attn_implementation": attention if attention in ("sdpa", "eager") else None,
         "trust_remote_code": False,
     }
-    if sees_ahead(wanted) or getattr(wanted, "is_encoder_decoder", False):
+    if sees_ahead(wanted):
         kind = (wanted.architectures or [wanted.model_type])[0]
         raise ConfigError(
             f"--model {source.name}: expected a causal language model, got {kind}, which sees what follows"
