@@ -97,6 +97,23 @@ def test_one_size_of_another_shape_may_be_left_out(keep):
     assert flat.shape == (6,)
     assert flat.topk_ids.shape == (6, keep)
     assert flat.reshape(3, -1).topk_logits.shape == (3, 2, keep)
+    assert flat.reshape((3, 2)).topk_ids.shape == flat.reshape(torch.Size([3, -1])).topk_ids.shape == (3, 2, keep)
+    assert flat[:0].reshape(-1, 5).topk_ids.shape == (0, 5, keep)
+
+
+@pytest.mark.parametrize("sizes", [(), (4,), (-1, -1), (-1, 4), (-1, 2, 0), (3.0, 2), ((3,), 2), ("3", 2), (None,)])
+def test_sizes_of_other_tokens(sizes):
+    with pytest.raises(ShapeError, match=r"^record\.reshape: expected .*, got .+$"):
+        SampleRecord.empty((2, 3), keep=4, vocab_size=V).reshape(*sizes)
+
+
+def test_a_record_of_no_shape_or_vocabulary():
+    for shape in (4, None, (-1,), (2.0,)):
+        with pytest.raises(ShapeError, match=r"^shape: expected whole numbers of at least 0 in a tuple, got .+$"):
+            SampleRecord.empty(shape, keep=2, vocab_size=V)  # pyright: ignore[reportArgumentType]
+    for size in (0, 9.5):
+        with pytest.raises(OptionError, match=f"^vocab_size: expected a whole number of at least 1, got {size}$"):
+            SampleRecord.empty((2,), keep=0, vocab_size=size)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("other", "message"), [({"keep": 3}, "keep=4, .* got 3"), ({"vocab_size": 9}, "got 9")])

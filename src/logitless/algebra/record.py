@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from ..errors import OptionError
+from ..errors import OptionError, ShapeError
+from .options import whole
 from .stats import from_uniform
 
 Array = Any
@@ -34,6 +35,16 @@ class Derived:
     def keep(self) -> int:
         """k, the number of best entries that are kept."""
         return self.topk_ids.shape[-1]
+
+    def lead(self, *sizes: Any) -> tuple[int, ...]:
+        """The shape (...) that `reshape` asks for, in numbers or in a tuple of them. Raises ShapeError."""
+        given = sizes[0] if len(sizes) == 1 and whole(sizes[0]) is None else sizes
+        found, tokens = sizes_of("record.reshape", given, -1), math.prod(self.shape)
+        known, unknown = math.prod(size for size in found if size >= 0), found.count(-1)
+        rest = tokens // known if known and unknown else 1
+        if known * rest != tokens or unknown > min(known, 1):  # of a size beside 0 nobody could say what it is
+            raise ShapeError(f"record.reshape: expected sizes of {tokens} tokens, one of them -1 at most, got {found}")
+        return tuple(rest if size < 0 else size for size in found)
 
     def check_part(self, part: Derived) -> None:
         """Raise OptionError for a part that is not of this record's kind, whose entries `write` would spread."""
@@ -96,3 +107,15 @@ class Derived:
         written = self.token >= 0
         total = self.xp.where(written, self.logprob, self.xp.zeros_like(self.logprob)).sum(-1)
         return self.xp.exp(-total / self.xp.clip(written.sum(-1), 1, None))
+
+
+def sizes_of(name: str, shape: Any, least: int = 0) -> tuple[int, ...]:
+    """The sizes of a shape as numbers of Python's, or a ShapeError where one is none, or less than `least`."""
+    try:
+        found = [whole(size) for size in shape]
+    except TypeError:  # of what holds none
+        found = [None]
+    sizes = tuple(size for size in found if size is not None and size >= least)
+    if len(sizes) < len(found):
+        raise ShapeError(f"{name}: expected whole numbers of at least {least} in a tuple, got {shape!r}")
+    return sizes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..algebra.options import whole_within
-from ..algebra.record import Derived
+from ..algebra.options import whole_from, whole_within
+from ..algebra.record import Derived, sizes_of
 from ..errors import ConfigError, OptionError, ShapeError
 from ..vocab.face import SamplingMask
 
@@ -61,8 +61,9 @@ class SampleRecord(Derived):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> SampleRecord:
-        """A record of `shape` for `write` to fill. Raises OptionError."""
-        keep, vocab_size = whole_within("keep", keep, 0, vocab_size), int(vocab_size)
+        """A record of `shape` for `write` to fill. Raises OptionError, ShapeError."""
+        vocab_size = whole_from("vocab_size", vocab_size, 1)
+        shape, keep = sizes_of("shape", shape), whole_within("keep", keep, 0, vocab_size)
         whole = torch.zeros(shape, dtype=torch.int32, device=device)
         real = torch.zeros(shape, dtype=dtype, device=device)
         made: dict[str, Any] = {name: real.clone() for name in names()}
@@ -91,10 +92,10 @@ class SampleRecord(Derived):
         """Some of the tokens, as views: an index of (...)."""
         return self.map(lambda x: x[self.place(index, x)])
 
-    def reshape(self, *lead: int) -> SampleRecord:
-        """The same tokens in another shape (...)."""
-        trailing, tokens = self.token.dim(), self.token.reshape(lead).shape
-        return self.map(lambda x: x.reshape((*tokens, *x.shape[trailing:])))
+    def reshape(self, *lead: int | tuple[int, ...]) -> SampleRecord:
+        """The same tokens in another shape (...), in numbers or a tuple; -1 is what is left. Raises ShapeError."""
+        trailing, sizes = self.token.dim(), self.lead(*lead)
+        return self.map(lambda x: x.reshape((*sizes, *x.shape[trailing:])))
 
     @property
     def cut(self) -> Tensor:

@@ -7,7 +7,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.errors import OptionError  # noqa: E402
+from logitless.errors import OptionError, ShapeError  # noqa: E402
 from logitless.jax import SampleRecord  # noqa: E402
 from logitless.jax.sampling.record import names  # noqa: E402
 
@@ -77,3 +77,23 @@ def test_one_size_of_another_shape_may_be_left_out(keep):
     assert flat.shape == (6,)
     assert flat.topk_ids.shape == (6, keep)
     assert flat.reshape(3, -1).topk_logits.shape == (3, 2, keep)
+    assert flat.reshape((3, 2)).topk_ids.shape == flat.reshape([3, -1]).topk_ids.shape == (3, 2, keep)
+    assert flat[:0].reshape(-1, 5).topk_ids.shape == (0, 5, keep)
+
+
+@pytest.mark.parametrize("sizes", [(), (4,), (-1, -1), (-1, 4), (-1, 2, 0), (3.0, 2), ((3,), 2), ("3", 2), (None,)])
+def test_sizes_of_other_tokens(sizes):
+    with pytest.raises(ShapeError, match=r"^record\.reshape: expected .*, got .+$"):
+        numbered((2, 3), 4).reshape(*sizes)
+
+
+@pytest.mark.parametrize("shape", [4, None, "ab", (-1,), (2.0,), (True,), ((2,), 3)])
+def test_no_shape(shape):
+    with pytest.raises(ShapeError, match=r"^shape: expected whole numbers of at least 0 in a tuple, got .+$"):
+        SampleRecord.empty(shape, keep=2, vocab_size=9)
+
+
+@pytest.mark.parametrize("size", [0, True, 9.5, None])
+def test_no_size_of_a_vocabulary(size):
+    with pytest.raises(OptionError, match=f"vocab_size: expected a whole number of at least 1, got {size}"):
+        SampleRecord.empty((2,), keep=0, vocab_size=size)

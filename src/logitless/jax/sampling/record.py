@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...algebra.options import whole_within
-from ...algebra.record import Derived
+from ...algebra.options import whole_from, whole_within
+from ...algebra.record import Derived, sizes_of
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +40,9 @@ class SampleRecord(Derived):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], *, keep: int, vocab_size: int, dtype: Any = jnp.float32) -> SampleRecord:
-        """A record of `shape` for `write` to fill; tokens are -1 until they are written. Raises OptionError."""
-        keep, vocab_size = whole_within("keep", keep, 0, vocab_size), int(vocab_size)
+        """A record of `shape` for `write` to fill; tokens are -1 until then. Raises OptionError, ShapeError."""
+        vocab_size = whole_from("vocab_size", vocab_size, 1)
+        shape, keep = sizes_of("shape", shape), whole_within("keep", keep, 0, vocab_size)
         integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
         made = {name: integers if name in ("rank", "n_kept") else floats for name in names()}
         made["token"] = integers - 1
@@ -61,10 +62,10 @@ class SampleRecord(Derived):
         """Some of the tokens: an index of (...)."""
         return jax.tree.map(lambda x: x[self.place(index, x)], self)
 
-    def reshape(self, *lead: int) -> SampleRecord:
-        """The same tokens in another shape (...)."""
-        trailing, tokens = self.token.ndim, self.token.reshape(lead).shape
-        return jax.tree.map(lambda x: x.reshape((*tokens, *x.shape[trailing:])), self)
+    def reshape(self, *lead: int | tuple[int, ...]) -> SampleRecord:
+        """The same tokens in another shape (...), in numbers or a tuple; -1 is what is left. Raises ShapeError."""
+        trailing, sizes = self.token.ndim, self.lead(*lead)
+        return jax.tree.map(lambda x: x.reshape((*sizes, *x.shape[trailing:])), self)
 
 
 def names() -> list[str]:
