@@ -92,6 +92,15 @@ def test_a_query_with_fewer_documents():
     torch.testing.assert_close(gradient, torch.autograd.grad(sum(expected) / 3, s)[0])
 
 
+def test_a_query_without_documents_does_not_count():
+    none = torch.tensor([[False], [True], [False]])
+    s, t = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4).masked_fill(none, -torch.inf)
+    loss, others = retrieval.distillation_kl(s.masked_fill(none, -torch.inf), t), [0, 2]
+    expected = retrieval.distillation_kl(s[others], t[others])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, s)[0] for x in (loss, expected)))
+
+
 def test_losses_of_no_query():
     """0, whose gradient is 0; a query that does not count leaves the mean to the others."""
     x, none = torch.randn(2, 3, requires_grad=True), torch.zeros(0, 3, requires_grad=True)

@@ -84,7 +84,8 @@ def margin_mse(positive: Tensor, negative: Tensor, teacher_positive: Tensor, tea
     shapes = {tuple(x.shape) for x in (positive, negative, teacher_positive, teacher_negative)}
     if len(shapes) > 1:
         raise ShapeError(f"margin_mse: expected four tensors of one shape, got {sorted(shapes)}")
-    return _mean(F.mse_loss(positive - negative, teacher_positive - teacher_negative, reduction="none"))
+    losses = F.mse_loss(positive - negative, teacher_positive - teacher_negative, reduction="none")
+    return losses.mean() if losses.numel() else losses.sum()  # of none 0, with a graph
 
 
 def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
@@ -93,16 +94,13 @@ def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
         t, s = teacher_scores.log_softmax(-1), scores.log_softmax(-1)
         loss = (t.exp() * (t - s)).sum(-1).mean()
 
-    scores, teacher_scores: (Q, K), -inf in both past the documents of a query that has fewer. 0 of no query. Raises
-    ShapeError. Lassance et al., "SPLADE-v3", arXiv 2403.06789.
+    scores, teacher_scores: (Q, K), -inf in both past the documents of a query that has fewer; a query that has none
+    does not count. 0 of no query. Raises ShapeError. Lassance et al., "SPLADE-v3", arXiv 2403.06789.
     """
     if scores.shape != teacher_scores.shape:
         got = f"{tuple(scores.shape)} and {tuple(teacher_scores.shape)}"
         raise ShapeError(f"distillation_kl: expected scores of one shape, got {got}")
-    s, t = scores.log_softmax(-1), teacher_scores.log_softmax(-1)
-    terms = F.kl_div(s, t, reduction="none", log_target=True)
-    return _mean(terms.masked_fill(t == -math.inf, 0.0).sum(-1))
-
-
-def _mean(losses: Tensor) -> Tensor:
-    return losses.mean() if losses.numel() else losses.sum()  # of none 0, with a graph
+    none = ((scores == -math.inf) & (teacher_scores == -math.inf)).all(-1, keepdim=True)
+    s, t = (x.masked_fill(none, 0.0).log_softmax(-1) for x in (scores, teacher_scores))
+    terms = F.kl_div(s, t, reduction="none", log_target=True).masked_fill((t == -math.inf) | none, 0.0)
+    return (terms.sum(-1) / (~none).sum().clamp(min=1)).sum()
