@@ -166,6 +166,16 @@ def test_a_bias_forbids_at_any_temperature(temperature, rules, monkeypatch):
     compare(hidden, ll.LMHead(head.weight, bias), noise, 1e-10, temperature=temperature, keep=3, **rules)
 
 
+def test_a_budget_of_any_size():
+    """Of more bytes than torch's whole numbers hold, where rows are read whole, too."""
+    (hidden, head), noise = problem(), some_noise((N,))
+    usual, huge = (
+        ll.sample_tokens(hidden, head, noise=noise, top_p=0.99, temperature=3.0, memory_budget=budget)
+        for budget in (None, 2**80)
+    )
+    assert torch.equal(usual.token, huge.token)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 20.0])
 @pytest.mark.parametrize("budget", [None, 200_000])
 def test_noise_for_some_is_noise_for_all(spread, budget):

@@ -239,7 +239,8 @@ class Draw:
     def _among(self, rules: Rules, log_sum: Tensor, budget: int) -> Drawn:
         """Drawn under the rules."""
         token, n_kept, mass, decided = self._among_top(rules, log_sum)
-        for rows in (~decided).nonzero().squeeze(1).split(max(1, budget // (LOOKED_AT * self.rows.size))):
+        most = min(budget // (LOOKED_AT * self.rows.size), decided.shape[0])  # of any budget a number that torch holds
+        for rows in (~decided).nonzero().squeeze(1).split(max(1, most)):
             if rows.numel():
                 each = [rules.kept(x, total) for x, total in zip(self._whole(rows), log_sum[rows], strict=True)]
                 kept, n_kept[rows], mass[rows] = (torch.stack(part) for part in zip(*each, strict=True))
