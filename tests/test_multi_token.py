@@ -240,8 +240,10 @@ def test_what_does_not_fit_is_one_clear_line():
         multi_token_cross_entropy(hiddens, head, labels, backend="nothing")
     others = [(1.0, 1.0, x) for x in (None, "1", float("nan"), 10**400)]
     for weights in ((1.0, 2.0), 0.3, "abc", "123", *others):
-        with pytest.raises(OptionError, match="weights: expected 3 finite numbers, one for each depth, got"):
+        with pytest.raises(OptionError, match=r"weights: expected a number finite in torch\.float64 .*, 3 in all, got"):
             multi_token_cross_entropy(hiddens, head, labels, weights=weights)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match=r"finite in torch\.float32 for each depth, 1 in all, got \(1e\+39,\)"):
+        multi_token_cross_entropy([hiddens[0].float()], head, labels, weights=(1e39,))
     for wrong in (None, "a", 1.5, 2**70):
         with pytest.raises(OptionError, match=f"ignore_index: expected an integer of 64 bits, got {wrong!r}"):
             multi_token_cross_entropy(hiddens, head, labels, ignore_index=wrong)  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,6 @@ loss, each = multi_token_cross_entropy([hidden, *of_modules], head, input_ids, w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -78,7 +77,7 @@ def multi_token_cross_entropy(
     check_ignore_index(ignore_index)
     options: Options = {"ignore_index": ignore_index, "memory_budget": memory_budget, "backend": backend}
     like = {"dtype": max((compute_dtype(x) for x in hiddens), key=lambda x: x.itemsize), "device": hiddens[0].device}
-    factors = torch.tensor(_factors(weights, len(heads)), **like)
+    factors = torch.tensor(_factors(weights, len(heads), like["dtype"]), **like)
     targets = torch.stack([_shifted(labels, first + k, ignore_index, position_ids) for k in range(len(heads))])
     counts = (targets != ignore_index).flatten(1).sum(1).clamp(min=1).to(**like)
     divisors = counts if denominator is None else divisor_of(denominator, **like).to(counts).expand_as(counts)
@@ -173,12 +172,12 @@ def _checked(
     return heads
 
 
-def _factors(weights: Sequence[float] | None, k: int) -> list[float]:
+def _factors(weights: Sequence[float] | None, k: int, dtype: torch.dtype) -> list[float]:
     try:
         given = [1.0] * k if weights is None else [*weights]
         found = [float(weight) for weight in given if not isinstance(weight, str)]  # which `float` would read
     except (TypeError, ValueError, OverflowError):  # of what is no number, or too large for a float
         found = []
-    if len(found) != k or not all(map(math.isfinite, found)):
-        raise OptionError(f"weights: expected {k} finite numbers, one for each depth, got {weights!r}")
+    if len(found) != k or not all(abs(weight) <= torch.finfo(dtype).max for weight in found):
+        raise OptionError(f"weights: expected a number finite in {dtype} for each depth, {k} in all, got {weights!r}")
     return found

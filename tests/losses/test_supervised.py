@@ -79,6 +79,11 @@ def test_dft_treats_its_weight_as_a_constant():
         return -p.detach() * p.log()
 
     assert_same(lambda z: losses.dft(stats_of(z, labels).logprob), dense, z)
+    impossible = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    loss = losses.dft(impossible)
+    assert loss.tolist() == pytest.approx([0.0, math.exp(-1)])
+    assert torch.autograd.grad(loss.sum(), impossible)[0].tolist() == pytest.approx([0.0, -math.exp(-1)])
+    assert losses.dft(torch.tensor(math.nan)).isnan()
 
 
 def test_bad_options_are_named():

@@ -70,7 +70,7 @@ def dft(logprob: Tensor) -> Tensor:
         p = z.softmax(-1).gather(-1, labels[..., None])[..., 0]
         loss = -p.detach() * p.log()
 
-    Reads `logprob`. Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with
-    Reward Rectification", arXiv:2508.05629.
+    Reads `logprob`; 0 for an impossible label, the limit, where the product above is 0 · inf. Wu et al., "On the
+    Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification", arXiv:2508.05629.
     """
-    return -logprob.detach().exp() * logprob
+    return -logprob.detach().exp() * logprob.clamp_min(torch.finfo(logprob.dtype).min)
