@@ -108,10 +108,15 @@ def of_z_loss(x):
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.int32(0))),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator="a")),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=10**400)),
+        (
+            OptionError,
+            "finite in float32, got 1e",
+            lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=1e39),
+        ),
         (OptionError, "complex64", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.asarray(2 + 1j))),
         (
             OptionError,
-            "positive number, got inf",
+            "positive number, .* got inf",
             lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.asarray(jnp.inf)),
         ),
         (OptionError, "z_loss: .* before tracing", lambda: jax.jit(lambda x: of_z_loss(x))(0.1)),
@@ -182,6 +187,16 @@ def test_whole_numbers_of_numpy():
 def test_a_fraction_is_a_temperature():
     halved, plain = (token_stats(HIDDEN, HEAD, LABELS, temperature=t).logprob for t in (Fraction(1, 2), 0.5))
     assert jnp.array_equal(halved, plain)
+
+
+@pytest.mark.parametrize("kind", [np.float32, jnp.asarray, lambda x: jnp.asarray([x]), lambda x: np.asarray([[x]])])
+def test_an_array_of_one_number_is_a_weight(kind):
+    weights = {"label_smoothing": 0.25, "z_loss": 0.5}
+    found, plain = (
+        linear_cross_entropy(HIDDEN, HEAD, LABELS, **{name: make(x) for name, x in weights.items()})
+        for make in (kind, float)
+    )
+    assert found == plain
 
 
 @pytest.mark.parametrize("size", [True, 0, np.int64(0), 2.0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ..algebra.options import check_cross_entropy, check_reduction
@@ -73,7 +74,7 @@ def linear_cross_entropy(
     check_reduction(reduction)
     check_known(label_smoothing=label_smoothing, z_loss=z_loss)
     check_cross_entropy(label_smoothing, z_loss)
-    token_loss = CrossEntropy(float(label_smoothing), float(z_loss))
+    token_loss = CrossEntropy(*(float(np.asarray(x).item()) for x in (label_smoothing, z_loss)))  # of any one number
     options = Options(token_loss.want, ignore_index=ignore_index, memory_budget=memory_budget, axis_name=axis_name)
     call = checked_call(hidden, head, labels, options, temperature=temperature)
     divisor = check_denominator(denominator, reduction, call.compute_dtype)

@@ -91,8 +91,8 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
     known = None if isinstance(denominator, Tracer) else np.asarray(denominator).item()
-    if known is not None and not (is_number(known) and 0 < known < math.inf):
-        raise OptionError(f"denominator: expected a positive number, got {denominator}")
+    if known is not None and not (is_number(known) and 0 < known <= float(jnp.finfo(dtype).max)):
+        raise OptionError(f"denominator: expected a positive number, finite in {dtype}, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
 
 
