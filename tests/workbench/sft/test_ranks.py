@@ -20,7 +20,7 @@ from logitless.workbench.runs.checkpoints import last_checkpoint
 from logitless.workbench.runs.ranks import accumulation
 from logitless.workbench.sft.run import run
 from tests.support.integrations.launching import ROOT
-from tests.support.workbench.micro import CONTEXT, micro_directory
+from tests.support.workbench.micro import CONTEXT, micro_corpus, micro_directory
 from tests.support.workbench.unmeasured import leave_unmeasured
 from tests.workbench.sft.test_run import dense_held_out_loss, losses, resume, tensors
 
@@ -131,6 +131,20 @@ def test_all_that_makes_a_context_longer_on_two_ranks(micro, tmp_path, lora_rank
     again = replace(micro.config, model=str(tmp_path / "two" / "model"), max_steps=1, output_dir=tmp_path / "again")
     before = run(again, QUIET)["held_out_loss_before"]
     assert before == pytest.approx(alone["held_out_loss_after"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_fewer_sequences_than_a_step_has(micro, tmp_path, sharding):
+    """None counts twice, although ranks must have as many as each other: what one of them lacks has no label."""
+    data = micro_corpus(tmp_path / "few", 6)
+    given = options(micro, tmp_path / "three", "--data", data, "--batch-size", 2, "--sharding", sharding)
+    status, written = launch(3, *given)
+    assert status == 0, written[-4000:]
+    one = replace(micro.config, data=str(data), batch_size=6, max_steps=STEPS, output_dir=tmp_path / "one")
+    run(one, QUIET)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -40,6 +40,22 @@ def test_tokens_that_the_loss_is_of_are_counted():
             assert rows.targets() == sum(int((rows[i]["labels"] != IGNORED).sum()) for i in range(len(rows)))
 
 
+@pytest.mark.parametrize("taught", [False, True])
+def test_rows_without_a_label_fill_what_ranks_share(taught):
+    whole = Stream.of(docs(5, 1, 13, 9))
+    places = np.arange(len(whole.ids))
+    rows = PackedRows(Stream(whole.ids, whole.starts, places % 3 > 0, places) if taught else whole, 4)
+    assert len(rows.filled(7)) == len(rows) == 7
+    filled = rows.filled(3)
+    assert len(filled) == 9
+    assert filled.targets() == rows.targets()
+    for row in range(9):
+        found = filled[row]
+        assert all(torch.equal(found[name], x) for name, x in (rows[row] if row < 7 else {}).items())
+        assert row < 7 or (found["labels"] == IGNORED).all()
+    assert not taught or filled.stream.rows.tolist() == [*range(28), *[0] * 8]
+
+
 @pytest.mark.parametrize("loss", ["dense", "logitless"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_equals_unpacked(loss, checkpointing):

@@ -213,6 +213,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     given = arguments(config, place, rate, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
+    train = parts.train.filled(config.batch_size * layout.data) if layout.data > 1 else parts.train
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
     batch_of = _batches(layout, mesh, model)
     records = Records(place / METRICS_FILE, rows * config.context_length, checkpoint)
@@ -220,7 +221,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     trainer = _trainer_for(parts, mesh, checkpoint)(
         model=model,
         args=given,
-        train_dataset=parts.train if teacher is None else TaughtRows(parts.train),
+        train_dataset=train if teacher is None else TaughtRows(train),
         data_collator=batch_of if teacher is None else teacher.batch,
         processing_class=parts.tokenizer.saved,
     )

@@ -68,6 +68,16 @@ class PackedRows(Dataset):
         """These rows without the last ones that would fill a step of `rows` only in part; all, where they fill none."""
         return PackedRows(self.stream, self.length, len(self) // rows * rows or len(self))
 
+    def filled(self, rows: int) -> PackedRows:
+        """These rows and as many without a label as make their number a multiple of `rows`: ranks that must have as
+        many of them as each other would be given some twice."""
+        own, more = len(self) * self.length, -len(self) % rows * self.length
+        stream = self.stream.cut(0, own)
+        said = np.ones(own, bool) if stream.said is None else stream.said
+        places = None if stream.rows is None else np.pad(stream.rows, (0, more))
+        starts = np.append(stream.starts, np.arange(own, own + more, self.length))
+        return PackedRows(Stream(np.pad(stream.ids, (0, more)), starts, np.pad(said, (0, more)), places), self.length)
+
     def targets(self) -> int:
         """How many tokens of all rows the loss is of."""
         count, said = self.rows * self.length, self.stream.said
