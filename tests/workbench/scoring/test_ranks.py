@@ -1,18 +1,25 @@
 """Two ranks share the work and give what one gives."""
 
 import os
+import shutil
 import signal
 import time
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from logitless.cli.main import main
+from logitless.errors import DataError, RankError
+from logitless.workbench.runs import ranks
 from logitless.workbench.scoring import block, documents
 from logitless.workbench.scoring import run as scoring
+from logitless.workbench.scoring.parts import Parts
 from logitless.workbench.scoring.run import run
 from tests.support.integrations.launching import leave, torchrun
+from tests.support.workbench.micro import micro_model
 from tests.workbench.scoring.conftest import config, corpus
+from tests.workbench.sft.test_ranks import launch
 
 
 @pytest.mark.slow
@@ -50,6 +57,52 @@ def test_ranks_of_a_stopped_launch_say_how_to_go_on(name, micro, tmp_path):
     assert not out.exists()
     torchrun("tests.workbench.scoring.test_ranks", str(micro), str(data), str(out), "resumed")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "two.parquet"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--keep=4"], "ranks disagree on keep: 3 on rank 0, 4 on rank 1"),
+        (["--model=OTHER"], "ranks disagree on "),
+        (["--data=MORE"], "ranks disagree on "),
+        (["--out=other.parquet"], "ranks disagree on out: "),
+        (["torch=1.0"], "1.0 on rank 1; start all with the same installation"),
+        ([], "exists already: remove it"),
+    ],
+)
+def test_ranks_that_would_mix_what_they_write_are_refused(micro, tmp_path, more, message):
+    """And all of them say what the first one alone finds."""
+    data, out = corpus(tmp_path / "a.jsonl"), tmp_path / "out.parquet"
+    shutil.copytree(micro, tmp_path / "model")
+    micro_model(hidden_size=16).save_pretrained(tmp_path / "model")
+    shutil.copy(data, tmp_path / "b.jsonl")
+    names = {"OTHER": str(tmp_path / "model"), "MORE": str(tmp_path / "b.jsonl")}
+    more = [x.replace(*name) for x in more for name in names.items() if name[0] in x] or more
+    if not more:
+        out.touch()
+    given = ["score", "--model", micro, "--data", data, "--keep", 3, "--device", "cpu", "--out", out]
+    status, written = launch(2, *(["DIFFER", *more] if more else []), *given)
+    assert status != 0
+    assert written.count("logitless: ") == written.count(message) == 2, written[-4000:]
+    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_a_file_that_one_rank_alone_has(monkeypatch):
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "_of_all", lambda mine: [mine, {**mine, "the file b.txt": "of 3 bytes"}])
+    with pytest.raises(RankError, match=r"disagree on the file b\.txt: absent on rank 0, of 3 bytes on rank 1"):
+        ranks.agree()
+
+
+def test_a_rank_that_does_not_see_the_parts(monkeypatch, micro, tmp_path):
+    given = config(micro, tmp_path / "a.jsonl", tmp_path / "out.parquet")
+    monkeypatch.setattr(scoring, "first", lambda work: None)  # as on another machine
+    with (
+        pytest.raises(DataError, match=r"out\.parquet\.parts is not on this machine: all ranks need an --out"),
+        scoring.opened(given, Parts(given.place), dict, Console(quiet=True)),
+    ):
+        pass
 
 
 def end_launch(name: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..common.files import folders_for
 from ..common.options import MOST
 from ..common.say import quiet, say
 from ..scoring.parts import Parts
-from ..scoring.run import explained, identities, joined, sum_over_ranks
+from ..scoring.run import explained, identities, joined, opened
 from ..scoring.summary import finished
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
@@ -64,10 +64,7 @@ def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[s
     tokenizer, device = load_tokenizer(source), device_of(config.device, rank)
     model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
     parts = Parts(config.place)
-    with explained(config.place), parts.locked() if rank == 0 else nullcontext():
-        if rank == 0 and parts.open(_manifest(config, source, tokenizer), config.at_out()):
-            say(console, f"going on with the unfinished run in {parts.folder}")
-        sum_over_ranks(0)  # the folder is there
+    with explained(config.place), opened(config, parts, lambda: _manifest(config, source, tokenizer), console):
         reset_peak(device)
         begin = time.perf_counter()
         with _taken_up(parts, rank, console) as before:

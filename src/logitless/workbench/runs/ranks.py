@@ -10,8 +10,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
 from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...units import plural
@@ -28,28 +26,30 @@ LOST = ("connection closed by peer", "connection reset", "timed out", "timeout",
 
 def agree(**facts: Any) -> None:
     """RankError, the same on all ranks, where ranks differ in a fact or in the versions of what they run on."""
-    mine = {"python": platform.python_version(), **{name: version_of(name) for name in LIBRARIES}, **facts}
-    each = gather_object([mine])
-    for name, value in each[0].items():
-        other = next((rank for rank, theirs in enumerate(each) if theirs.get(name) != value), None)
+    if not dist.is_initialized():
+        return
+    each = _of_all({"python": platform.python_version(), **{name: version_of(name) for name in LIBRARIES}, **facts})
+    for name in dict.fromkeys(name for theirs in each for name in theirs):
+        values = [theirs.get(name, "absent") for theirs in each]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise RankError(
-                f"ranks disagree on {name}: {value} on rank 0, {each[other].get(name)} on rank {other}; start all with "
+                f"ranks disagree on {name}: {values[0]} on rank 0, {values[other]} on rank {other}; start all with "
                 "the same installation, options and files"
             )
 
 
 def first(work: Callable[[], Value]) -> Value:
     """What the first rank's `work` returns, on every rank; its LogitlessError is raised on all of them."""
-    if not PartialState().use_distributed:
+    if not dist.is_initialized():
         return work()
     said: list[Any] = [None, None, ""]
-    if PartialState().is_main_process:
+    if dist.get_rank() == 0:
         try:
             said[0] = work()
         except LogitlessError as error:
             said[1:] = [type(error).__name__, str(error)]
-    broadcast_object_list(said)
+    dist.broadcast_object_list(said)
     if said[1] is not None:
         raise remote_error(said[1], said[2])
     return said[0]
@@ -57,7 +57,7 @@ def first(work: Callable[[], Value]) -> Value:
 
 def together(work: Callable[[], Value]) -> Value:
     """What `work` returns here, once it has worked on every rank; else the first rank's LogitlessError, on all."""
-    if not PartialState().use_distributed:
+    if not dist.is_initialized():
         return work()
     value: Any = None
     said = ("", "")
@@ -65,13 +65,20 @@ def together(work: Callable[[], Value]) -> Value:
         value = work()
     except LogitlessError as error:
         said = (type(error).__name__, str(error))
-    each = gather_object([said])
+    each = _of_all(said)
     failed = [rank for rank, (name, _) in enumerate(each) if name]
     if not failed:
         return value
     name, text = each[failed[0]]
     where = "" if len(set(each)) == 1 else f" (rank {failed[0]} of {len(each)})"
     raise remote_error(name, text + where)
+
+
+def _of_all(mine: Value) -> list[Value]:
+    """What every rank says, in their order."""
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, mine)
+    return each
 
 
 def accumulation(per_step: int, batch_size: int, groups: int, sharing: int = 1) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from ...errors import OptionError
+from ...errors import DataError, OptionError
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
@@ -27,7 +27,7 @@ from ..common.files import folders_for
 from ..common.say import quiet, say
 from ..common.space import OutOfSpace, room_wanted
 from ..runs.ending import stoppable
-from ..runs.ranks import lost
+from ..runs.ranks import agree, first, lost, together
 from ..sft.default_model import default_model
 from ..sources.identity import files_of, known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
@@ -131,10 +131,7 @@ def _measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: 
     scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
     documents = Documents(Path(config.data or ""), scorer.subject.context, (*config.written(), parts.folder))
-    with explained(config.place), parts.locked() if rank == 0 else nullcontext():
-        if rank == 0 and parts.open(_manifest(config, scorer, documents), config.at_out()):
-            say(console, f"going on with the unfinished run in {parts.folder}")
-        sum_over_ranks(0)
+    with explained(config.place), opened(config, parts, lambda: _manifest(config, scorer, documents), console):
         reset_peak(scorer.subject.device)
         begin = time.perf_counter()
         with Progress(console if rank == 0 else None) as progress:
@@ -151,6 +148,33 @@ def _measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: 
             "ranks": ranks,
         }
         return conclude(scorer, parts, count, took)
+
+
+@contextmanager
+def opened(
+    config: TextOptions, parts: Parts, manifest: Callable[[], dict[str, Any]], console: Console
+) -> Iterator[None]:
+    """The parts' folder, which the first rank locks for all while it lasts.
+
+    Raises, on every rank, OptionError where it cannot be had, and RankError or DataError where ranks would write parts
+    that are of other options or files, or that the first one does not see.
+    """
+    mine = together(manifest)
+    agree(out=str(config.place), **mine)
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(parts.locked())
+            if parts.open(mine, config.at_out()):
+                say(console, f"going on with the unfinished run in {parts.folder}")
+
+        def look() -> None:
+            if not parts.folder.exists():
+                raise DataError(f"{parts.folder} is not on this machine: all ranks need an --out that all of them see")
+
+        first(begin)
+        together(look)
+        yield
 
 
 def joined() -> tuple[int, int]:
