@@ -480,6 +480,13 @@ def test_a_completion_without_a_reward_teaches_nothing(start, tmp_path, monkeypa
     assert "reward" not in summary["held_out_before"]
 
 
+def test_a_launcher_that_would_compile_is_refused(start, tmp_path, monkeypatch):
+    """A compiled model gives its weights names of its own, by which nobody would find them."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(OptionError, match=r"told dynamo_backend eager, logitless align .* with dynamo_backend no"):
+        run(replace(start, output_dir=tmp_path / "run"), QUIET)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -31,6 +31,7 @@ from ..runs.rundir import as_begun, claim, options_kept, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trainer import model_facts, on_processors, quiet, save_model
 from ..sft.default_model import default_model
+from ..sft.launcher import NOT_COMPILED, check_told
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
 from ..sources.identity import files_of
@@ -63,6 +64,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     console = console or Console(stderr=True)
     quiet()
     check_available(config.check())
+    check_told("align", NOT_COMPILED)  # whose weights, by the names that a compiled model gives them, none would load
     device_of(config.device)
     PartialState(cpu=on_processors(config))
     if config.resume is None:  # a run that goes on had its model
