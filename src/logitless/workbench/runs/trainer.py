@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ def quiet() -> None:
     """Leaves the console to the run: no warnings and progress bars of the libraries beneath it."""
     say.quiet()
     disable_progress_bars()
+    # of how torch's own meshes are cut and its sums are sent, from every rank: nothing that a user could change
+    warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def on_processors(config: RunOptions) -> bool:

@@ -35,14 +35,16 @@ def default_model(model: str, device: str, console: Console) -> None:
     """Trains the model of this name, where it is a default one and nobody has trained it yet."""
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model, "config.json").exists():
         return
-    from accelerate import PartialState  # here: who has a model needs no trainer
+    import torch.distributed as dist  # here: who has a model needs no trainer
+    from accelerate import PartialState
 
     from ..common.say import say
     from .run import run as train_text
 
     place = Path(model).parent
     minutes = "2.5 minutes" if model == DEFAULT_MODEL else "1.5 minutes"
-    say(console, f"no model at {model} yet: training it first (logitless train), {minutes} ...")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(console, f"no model at {model} yet: training it first (logitless train), {minutes} ...")
     if (place / RUN_FILE).exists():
         options = replace(stored(place, TrainConfig()), resume=place)
     elif model == DEFAULT_MODEL:
