@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import ConfigError
-from .low_rank import LowRank
 from .peft import WRAPPERS, class_of, parts_of, unwrapped
 
 MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -55,20 +53,8 @@ HARMLESS = (
 MAKES_WEIGHT = "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune"  # hooks that do
 
 
-@dataclass(frozen=True)
-class ModelHead:
-    """What a model's output head multiplies with, and what its forward does to the logits afterwards."""
-
-    weight: Tensor
-    bias: Tensor | None
-    adapters: tuple[LowRank, ...] = ()
-    scale: float = 1.0
-    softcap: float | None = None
-    vocab_size: int | None = None
-
-
-def parts_of_model(module: nn.Module) -> ModelHead:
-    """The parts of the head of a model, or of a head layer; see `LMHead.of`."""
+def parts_of_model(module: nn.Module) -> dict[str, Any]:
+    """The fields of the head of a model, or of a head layer, by name; see `LMHead.of`."""
     module = unwrapped(module)
     find = getattr(module, "get_output_embeddings", None)
     if find is None:
@@ -79,15 +65,15 @@ def parts_of_model(module: nn.Module) -> ModelHead:
             )
         _prepare(module)
         weight, bias, adapters = parts_of(module)
-        return ModelHead(weight, bias, adapters)
+        return {"weight": weight, "bias": bias, "adapters": adapters}
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
     scale, softcap, rows = transforms_of_model(module)
     _prepare(layer)
     weight, bias, adapters = parts_of(unwrapped(layer))
-    rows = None if rows is None or rows >= weight.shape[0] else rows
-    return ModelHead(weight, bias, adapters, scale, softcap, rows)
+    fields = {"weight": weight, "bias": bias, "adapters": adapters, "scale": scale, "softcap": softcap}
+    return fields | {"vocab_size": None if rows is None or rows >= weight.shape[0] else rows}
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""`LMHead`: what turns a hidden state into logits, without doing it; `LowRank`: what LoRA adds to it."""
+"""`LMHead`: what turns a hidden state into logits, without doing it."""
 
 from __future__ import annotations
 
@@ -157,16 +157,7 @@ class LMHead:
         which it never ignores. A weight that a hook makes (weight_norm, spectral_norm, prune) is made anew, as by
         a call of the layer: while it trains, spectral_norm's moves with each.
         """
-        parts = parts_of_model(module)
-        return cls(
-            parts.weight,
-            parts.bias,
-            scale=parts.scale,
-            softcap=parts.softcap,
-            vocab_size=parts.vocab_size,
-            adapters=parts.adapters,
-            sparse=sparse,
-        )
+        return cls(**parts_of_model(module), sparse=sparse)
 
 
 def place(ids: Tensor, vocab_start: int, local_rows: int) -> tuple[Tensor, Tensor]:
