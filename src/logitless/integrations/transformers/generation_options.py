@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from ...algebra.options import whole
 from ...algebra.rules import TEMPERATURES, Order, is_temperature
-from ...errors import ConfigError, OptionError, ShapeError
+from ...errors import OptionError, ShapeError
 from ...models.positions import reach
 from ...sample.rules import Rules
+from ..seam import Seam
 
 WARPERS = {
     transformers.TemperatureLogitsWarper: "temperature",
@@ -168,24 +168,12 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     return {**options, "stop_strings": None, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
 
 
-# Method: (what it is called with, all of its parameters as of transformers 5.24)
-METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "_prefill": (
-        ("input_ids", "generation_config", "model_kwargs"),
-        ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
-    ),
-    "_update_model_kwargs_for_generation": (
-        ("outputs", "model_kwargs"),
-        ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
-    ),
-    "_has_unfinished_sequences": (
-        ("this_peer_finished", "synced_gpus", "device"),
-        ("this_peer_finished", "synced_gpus", "device"),
-    ),
-    "_extract_generation_mode_kwargs": (
-        ("custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
-        ("custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
-    ),
+HOST = Seam("transformers", ">=5.6,<6", {})
+METHODS = {  # the model's own, and what they are called with
+    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+    "_update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
+    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+    "_extract_generation_mode_kwargs": ("custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
 }
 
 
@@ -193,15 +181,12 @@ def require(model: Any) -> None:
     """Raises ConfigError that names what the installed transformers no longer takes as it is called here."""
     changed = [line for name in METHODS if (line := moved(model, name))]
     if changed:
-        raise ConfigError(
-            f"transformers {version('transformers')}: {'; '.join(changed)}; install transformers>=5.6,<6 or a newer "
-            "logitless"
-        )
+        raise HOST.error("; ".join(changed))
 
 
 def moved(model: Any, name: str) -> str:
     """What is no longer as expected about one method, '' where nothing is."""
-    method, given = getattr(model, name, None), METHODS[name][0]
+    method, given = getattr(model, name, None), METHODS[name]
     if method is None:
         return f"GenerationMixin.{name} is gone"
     signature = inspect.signature(method)
