@@ -108,15 +108,14 @@ def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: An
 def _put(
     model: Any, state: Installed | None, loss: Any, budget: int | None, smoothing: float, threshold: int | None
 ) -> Installed:
-    """Puts our forward into the model, or changes what the one that is there does."""
-    if state is not None and is_installed(model):
-        state.method, state.budget, state.smoothing, state.on = loss, budget, smoothing, True
-        state.threshold = threshold
-        return state
-    state = Installed.of(model, loss, budget, smoothing, threshold)
-    VERIFIED.pop(model, None)  # it may have changed since
-    setattr(model, STATE, state)
-    model.forward = MethodType(forward_like(type(model)), model)
+    """Puts our forward into the model, unless it is there, and says what it does."""
+    if state is None or not is_installed(model):
+        state = Installed.of(model)
+        VERIFIED.pop(model, None)  # it may have changed since
+        setattr(model, STATE, state)
+        model.forward = MethodType(forward_like(type(model)), model)
+    state.method, state.budget, state.smoothing, state.on = loss, budget, smoothing, True
+    state.threshold = threshold
     return state
 
 
@@ -171,9 +170,7 @@ def _has_metrics(asked: bool | None, model: Any, loss: str) -> bool:
     return streamed and getattr(model, "compute_loss_func", None) is None and not generates
 
 
-def _check_options(
-    loss: str, memory_budget: float | None, smoothing: float | None, threshold: float | None = None
-) -> None:
+def _check_options(loss: str, memory_budget: float | None, smoothing: float | None, threshold: float | None) -> None:
     if loss not in ("auto", "dense", "logitless"):
         raise OptionError(f"loss: expected 'auto', 'dense' or 'logitless', got {loss!r}")
     check_bytes("memory_budget", memory_budget)

@@ -42,12 +42,12 @@ OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, 
 class Installed:
     """What `install` leaves in a model; copied with it."""
 
-    method: Method | Literal["auto"]
-    budget: int | None
-    smoothing: float
     names: tuple[str, ...]  # of forward's parameters
     previous: Callable[..., Any] | None  # forward of the instance, where it had one
     beneath: Callable[..., Any] | None  # what that is accelerate's autocast around, where it is
+    method: Method | Literal["auto"] = "logitless"
+    budget: int | None = None
+    smoothing: float = 0.0
     on: bool = True
     lent: bool = False  # the smoothing is that of a Trainer's label smoother
     watch: Watch = field(default_factory=Watch)
@@ -57,16 +57,12 @@ class Installed:
     empty: float | None = None  # the loss of a host's part of a batch in which no token counts; None: an error
 
     @classmethod
-    def of(
-        cls, model: Any, method: Method | Literal["auto"], budget: int | None, smoothing: float, threshold: int | None
-    ) -> Installed:
+    def of(cls, model: Any) -> Installed:
         """With what is read of the model as it is now."""
         names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         previous = model.__dict__.get("forward") if is_installed(model) else None
-        found = cls(method, budget, smoothing, names, previous, model.__dict__.get(BENEATH), threshold=threshold)
-        found.masked = is_masked(model)
-        found.mean = found.masked and takes_the_mean(model)
-        return found
+        masked = is_masked(model)
+        return cls(names, previous, model.__dict__.get(BENEATH), masked=masked, mean=masked and takes_the_mean(model))
 
     def dense(self, model: Any) -> Callable[..., Any]:
         taken_off = self.beneath is not None and BENEATH not in model.__dict__

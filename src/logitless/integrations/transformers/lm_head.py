@@ -234,7 +234,7 @@ class HiddenCapture:
 
 
 @contextmanager
-def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture]:
+def capturing_hidden(model: Any, probed: bool) -> Iterator[HiddenCapture]:
     """While it lasts, the causal LM's head computes nothing: what it is called with is captured.
 
     probed: returns what `verify` compares, where nobody has yet.
