@@ -15,7 +15,7 @@ from ...algebra.rules import Order
 from ...errors import ConfigError, OptionError, ShapeError
 from ...sample import Noise, SampleRecord
 from ...sample.tokens import draw_tokens
-from ...vocab.face import LMHead, unwrapped
+from ...vocab.face import unwrapped
 from .generation_options import (
     Processors,
     check_prompts,
@@ -189,11 +189,8 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with captured(self.model, self.dense, *args, **kwargs) as (hidden, outputs):
-            self.drawn = through_head(self.model, self._draw, hidden[:, -1])
+            self.drawn = through_head(self.model, lambda head, h: draw_tokens(h, head, **self.options), hidden[:, -1])
         return outputs
-
-    def _draw(self, head: LMHead, hidden: Tensor) -> SampleRecord:
-        return draw_tokens(hidden, head, **self.options)
 
     def changed(self, change: Processors, ids: Tensor, z: Tensor) -> Tensor:
         """`change(ids, z)`: guidance calls the model for logits of its own."""

@@ -42,16 +42,13 @@ def score(
     ids, mask = _checked(inputs)
     # To the right: positions then count from each row's first token, and padding sees text rather than nothing.
     source = (torch.arange(ids.shape[1], device=ids.device) + mask.int().argmax(1, keepdim=True)) % ids.shape[1]
-    batch = {k: x.gather(1, source) if _shaped_like(x, ids) else x for k, x in inputs.items()}
+    alike = {k for k, x in inputs.items() if isinstance(x, Tensor) and x.shape == ids.shape}
+    batch = {k: x.gather(1, source) if k in alike else x for k, x in inputs.items()}
     real = mask.gather(1, source)
     row, before = (real[:, 1:] & real[:, :-1]).nonzero(as_tuple=True)
     labels = batch["input_ids"][row, before + 1]
     stats, size = token_scores(model, batch, (row, before), labels, keep=keep, memory_budget=memory_budget)
     return _record(ids, (row, source[row, before + 1]), stats, size)
-
-
-def _shaped_like(x: Any, ids: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == ids.shape
 
 
 def token_scores(

@@ -77,14 +77,11 @@ class RankFacts:
         own = sys.modules[__name__.partition(".")[0]].__version__
         whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
         whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0]]
-        values = [_mark([] if self.labels is None else [self.labels], h.device), _mark(self.given, h.device)]
-        real = [_sums(x, h.device) for x in ([h], _present(self.ref_hidden), self.factors)]
+        labels, reference = ([] if x is None else [x] for x in (self.labels, self.ref_hidden))
+        values = [_mark(labels, h.device), _mark(self.given, h.device)]
+        real = [_sums(x, h.device) for x in ([h], reference, self.factors)]
         bits = torch.cat(real).view(torch.int64)
         return torch.cat([torch.tensor(whole, device=h.device), self.valid[None], bits.new_zeros(1), *values, bits])
-
-
-def _present(x: Tensor | None) -> list[Tensor]:
-    return [] if x is None else [x]
 
 
 def _sums(tensors: list[Tensor], device: torch.device) -> Tensor:  # (3,)
