@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..algebra.options import BY_REQUEST
 from ..algebra.stats import STATISTICS
 
 
@@ -45,10 +46,8 @@ class TokenStats:
     def __getattr__(self, name: str) -> Tensor:
         if name in STATISTICS:
             raise AttributeError(f"TokenStats: {name} was not computed; add {name!r} to want")
-        if name in ("top_k_ids", "top_k_logits"):
-            raise AttributeError(f"TokenStats: {name} was not computed; pass top_k=k to get it")
-        if name == "candidate_logits":
-            raise AttributeError("TokenStats: candidate_logits was not computed; pass candidates=ids to get it")
+        if name in TokenStats.__annotations__:
+            raise AttributeError(f"TokenStats: {name} was not computed; pass {BY_REQUEST[name]} to get it")
         raise AttributeError(f"TokenStats has no attribute {name!r}; statistics are {', '.join(STATISTICS)}")
 
     def __repr__(self) -> str:
