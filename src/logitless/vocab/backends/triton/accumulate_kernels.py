@@ -111,12 +111,16 @@ def moved_b(b, s, s_ref, grow, step, down, up):
 
 @triton.jit
 def add_reference(
-    gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, INFINITE: tl.constexpr, WITH_QE: tl.constexpr
-):
+    gap, z_ref, w, s, grow, step, moved, m, shift, m_ref, s_ref, a, b, a_ref,
+    INFINITE: tl.constexpr, WITH_QE: tl.constexpr,
+):  # fmt: skip
     """Accumulates a block into the sums of KL.
 
-    m, shift: with the block. a, b and a_ref are measured from that shift already, b relative to that maximum.
+    s: Σw before the block; m, shift: with it; step, moved: these before it, less these with it.
     """
+    a += s * moved
+    b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
+    a_ref += s_ref * moved
     a = times(grow, a) - tl.sum(weighted(w, gap, INFINITE), 1)
     top = tl.maximum(m_ref, tl.max(z_ref, 1))
     grow_ref = tl.exp(m_ref - top)
@@ -343,11 +347,8 @@ def accumulate_slice(
         w, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         if REF:
             z_ref = tl.where(valid, z_ref, MASK)
-            a += s * moved
-            b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
-            a_ref += s_ref * moved
             m_ref, s_ref, a, b, a_ref = add_reference(
-                gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, INFINITE, WITH_QE
+                gap, z_ref, w, s, grow, step, moved, m, shift, m_ref, s_ref, a, b, a_ref, INFINITE, WITH_QE
             )
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .accumulate_kernels import add_block, add_reference, moved_b, nearest, store_reference, store_sums
+from .accumulate_kernels import add_block, add_reference, nearest, store_reference, store_sums
 from .logits_grad_kernels import logits_grad
 from .maths import EMPTY, MASK, finite, load_rows, minus_e
 
@@ -114,11 +114,8 @@ def accumulate_sets(
         w, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         if REF:
             y = tl.where(valid, finite(y), MASK)
-            a += s * moved
-            b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
-            a_ref += s_ref * moved
             m_ref, s_ref, a, b, a_ref = add_reference(
-                gap, y, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, True, WITH_QE
+                gap, y, w, s, grow, step, moved, m, shift, m_ref, s_ref, a, b, a_ref, True, WITH_QE
             )
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
