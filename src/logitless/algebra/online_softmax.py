@@ -34,9 +34,7 @@ class Accumulation:
     above: Array = None  # count(z > z_label), int64
     m_ref: Array = None  # max of the reference's logits z'
     s_ref: Array = None  # Σ w', w' = e^(z'-m_ref)
-    near: Array = (
-        None  # max (z + z'), or nearly, of an entry that both heads like; EMPTY where each masks what is there
-    )
+    near: Array = None  # max (z + z'), or nearly, of an entry that both like; EMPTY where each masks what is there
     shift: Array = None  # d0: that entry's z - z', or 0, from which differences are measured: e = z - z' - d0
     a: Array = None  # Σ w·e
     b: Array = None  # Σ w·expm1(-e); inf or NaN where that overflows: `finish` then does without it
