@@ -43,7 +43,7 @@ def test_stats(want, options, trainable, ranks):
     ops = ops.training(*trainable)
     ops.labels[2] = -100
     call = prepared(ops, want=want, **options)
-    args = (*_packed(call.inputs), _key(call), Needs.of(call.inputs).flags)
+    args = (*_packed(call.inputs), _key(call), list(Needs.of(call.inputs)))
     torch.library.opcheck(torch.ops.logitless.stats.default, args, test_utils=CHECKS)
 
 
@@ -55,7 +55,7 @@ def test_cross_entropy(weights, denominator, trainable, ranks):
     ops = operands((7,), dtype=torch.float32, ranks=ranks).training(*trainable)
     call = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
     inputs = call.inputs._replace(class_weights=weights)
-    args = (*_packed((*inputs, denominator)), _key(call), Needs.of(inputs).flags, 0.1, 0.0, True)
+    args = (*_packed((*inputs, denominator)), _key(call), list(Needs.of(inputs)), 0.1, 0.0, True)
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
 
 

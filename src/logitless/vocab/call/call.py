@@ -72,8 +72,7 @@ def storable(x: Tensor | None) -> Tensor | None:
     return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
-@dataclass
-class Needs:
+class Needs(NamedTuple):
     """Which gradients a call must give, in the order of `Inputs`."""
 
     hidden: bool = False
@@ -84,11 +83,7 @@ class Needs:
 
     @property
     def any(self) -> bool:
-        return any(self.flags)
-
-    @property
-    def flags(self) -> list[bool]:
-        return [self.hidden, self.weight, self.bias, self.lora_hidden, self.lora_b]
+        return any(self)
 
     @classmethod
     def of(cls, inputs: Inputs) -> Needs:

@@ -141,7 +141,7 @@ class GradientBuffers:
         dtypes, weight = list(summed_dtypes(call)), call.inputs.weight
         if once and weight is not None:
             dtypes[1] = weight.dtype
-        pairs = zip(call.inputs[:DIFFERENTIATED], needs.flags, dtypes, strict=True)
+        pairs = zip(call.inputs[:DIFFERENTIATED], needs, dtypes, strict=True)
         # the weight's is large: its first part is written over nothing, not added to zeros
         hidden, weight, bias, lora_hidden, lora_b = (
             torch.empty_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted, dtype in pairs

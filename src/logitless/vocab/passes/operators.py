@@ -30,7 +30,7 @@ from .price import by_registers, loss_price, stats_price
 
 def stats(call: Call) -> dict[str, Tensor]:
     """`autograd.stats` as one operator in a compiled graph."""
-    out = torch.ops.logitless.stats(*_packed(call.inputs), _key(call), Needs.of(call.inputs).flags)
+    out = torch.ops.logitless.stats(*_packed(call.inputs), _key(call), list(Needs.of(call.inputs)))
     pairs = zip(outputs(call), out, strict=False)
     return {name: x if has_gradient(name) else x.detach() for name, x in pairs}
 
@@ -39,7 +39,7 @@ def cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """`linear_cross_entropy` as one operator in a compiled graph."""
     tensors, present = _packed((*call.inputs, given.denominator))
     out = torch.ops.logitless.cross_entropy(
-        tensors, present, _key(call), Needs.of(call.inputs).flags, given.smoothing, given.z_loss, given.mean
+        tensors, present, _key(call), list(Needs.of(call.inputs)), given.smoothing, given.z_loss, given.mean
     )
     return out[0]
 
@@ -154,7 +154,7 @@ class _Operator(NamedTuple):
 
     def blank_gradients(self, summed: bool = False) -> list[Tensor]:
         """The gradients that there are, with nothing in them; summed: in the dtypes that they are summed in."""
-        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, summed_dtypes(self.call), strict=True)
+        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs, summed_dtypes(self.call), strict=True)
         return [
             torch.empty_like(x, dtype=dtype if summed else x.dtype)
             for x, wanted, dtype in pairs
