@@ -54,7 +54,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         ref_hidden = ref_head = ref_rows = None
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
-    logits = 0 if mask is not None else compilable(hidden, head)
+    logits = 0 if mask is not None else compilable_logits(hidden, head)
     backend = _backend(o["backend"], want, hidden.device, sparse is not None, ref_rows is not None, logits)
     checked = CallOptions(
         want=want,
@@ -96,7 +96,7 @@ def _backend(
 ) -> str:
     """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows.
 
-    logits: as `compilable` counts them.
+    logits: as `compilable_logits` counts them.
     """
     tail = "tail" in sums_of(want)
     if (tail or rows) and name is not None and str(name) != "eager":
@@ -107,7 +107,7 @@ def _backend(
     return choose(name, device, logits, want)
 
 
-def compilable(hidden: Tensor, head: LMHead) -> int:
+def compilable_logits(hidden: Tensor, head: LMHead) -> int:
     """The call's logits; 0 where nothing is to be compiled: while torch traces, or of tensors without numbers."""
     plain = not torch.compiler.is_compiling() and type(hidden) is Tensor and current_sizing() is None
     return hidden.shape[:-1].numel() * head.rows if plain else 0

@@ -11,7 +11,7 @@ from ..backends.load import load
 from ..call import compiled_support
 from ..call.call import Call, Needs
 from ..call.choice import WORTH_REGISTERS
-from ..call.validate import check_sparse, compilable
+from ..call.validate import check_sparse, compilable_logits
 from ..head.sparse import SparseBackward
 from ..ranks.agreement import layout_of
 
@@ -55,7 +55,7 @@ def by_registers(call: Call, needs: Needs, formed: bool) -> Call:
     for far fewer of them than what Inductor has to compile. formed: whether a gradient is formed in the forward pass.
     """
     hidden, options = call.inputs.hidden, call.options
-    if options.named or options.backend != "eager" or compilable(hidden, call.head) < WORTH_REGISTERS:
+    if options.named or options.backend != "eager" or compilable_logits(hidden, call.head) < WORTH_REGISTERS:
         return call
     alone = call.sampling_mask is None and call.reference_rows is None and options.sparse is None
     if not alone or compiled_support.why_not(hidden.device):

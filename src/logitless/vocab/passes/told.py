@@ -8,7 +8,7 @@ from ...algebra.costs import Price
 from ...units import plural
 from ..call.call import Call
 from ..call.choice import passed_over
-from ..call.validate import compilable
+from ..call.validate import compilable_logits
 
 LOGGER = logging.getLogger("logitless")
 
@@ -32,4 +32,4 @@ def tell(call: Call, price: Price) -> None:
 def passed_over_by(call: Call) -> str:
     """The backends that are preferred where they run and fit, and why this call gets another."""
     o, hidden = call.options, call.inputs.hidden
-    return passed_over(o.backend, hidden.device, compilable(hidden, call.head), o.want, o.named)
+    return passed_over(o.backend, hidden.device, compilable_logits(hidden, call.head), o.want, o.named)

@@ -299,6 +299,6 @@ def test_taken_unasked_where_a_call_is_worth_it():
 
 def test_nothing_is_compiled_while_torch_traces(monkeypatch):
     hidden, head = torch.zeros(4, 2), ll.LMHead(torch.zeros(9, 2))
-    assert validate.compilable(hidden, head) == 36
+    assert validate.compilable_logits(hidden, head) == 36
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert validate.compilable(hidden, head) == 0
+    assert validate.compilable_logits(hidden, head) == 0
