@@ -28,9 +28,9 @@ from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_loss, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
-from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once
+from .passes import quack
+from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once, valid_sets
 from .passes.price import by_registers, loss_price, planned, sparse_of, stats_price
-from .passes.quack import slices_for
 from .passes.told import passed_over_by
 
 
@@ -114,7 +114,7 @@ def explain(
     if call.sampling_mask is not None:
         return _over_sets(call, price, needs, call.sampling_mask)
     together = hidden.shape[1:-1].numel() if loss and per == "sequence" else 0
-    price, slices = (price, slices_for(call, n)) if by_quack else _planned(call, price, needs, together)
+    price, slices = (price, quack.slices_for(call)) if by_quack else _planned(call, price, needs, together)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
     products = len(price.bases) * (price.method == "basis") * n * (head.hidden_size + rank) * itemsize
@@ -152,9 +152,8 @@ def _flop(call: Call, price: Price, rows: int) -> int:
 
 def _planned(call: Call, price: Price, needs: Needs, together: int) -> tuple[Price, Slices]:
     """`planned`, or what tokens that a loss sees together pay where they are more than a chunk."""
-    n = call.inputs.hidden.shape[0]
-    price, slices = planned(call, n, price, together=together)
-    return planned(call, n, stats_price(call, needs)) if together > slices.tokens else (price, slices)
+    price, slices = planned(call, price, together=together)
+    return planned(call, stats_price(call, needs)) if together > slices.tokens else (price, slices)
 
 
 def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Explanation:
@@ -175,17 +174,15 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
         head_bytes=weight.nbytes,
         gradient_bytes=_gradient_bytes(call, price, needs, Slices(len(mask), 1, gathered)),
         dense_bytes=dense_loss_bytes(i.hidden.shape[0], call.head.rows, i.hidden.itemsize),
-        traffic=None if call.shard is None else _traffic_over_sets(call, needs, mask),
+        traffic=None if call.shard is None else _traffic_over_sets(call, needs),
         quantised=None if isinstance(weight, Tensor) else weight.format.name,
         entries=entries,
     )
 
 
-def _traffic_over_sets(call: Call, needs: Needs, mask: SamplingMask) -> Traffic:
+def _traffic_over_sets(call: Call, needs: Needs) -> Traffic:
     """Of the tokens that count, whose entries alone travel."""
-    valid = call.valid_alone()
-    sets = mask if valid.index is None else mask[valid.index]
-    i = call.inputs
+    i, sets = call.inputs, valid_sets(call.valid_alone())
     return traffic_over_sets(
         sets.token_ids.shape[0],
         i.hidden.shape[0],

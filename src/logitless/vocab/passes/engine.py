@@ -39,7 +39,7 @@ class Pass:
         self.call = call
         self.sparse = sparse_of(call, price)
         self.backend = backend_of(call)
-        self.price, self.slices = planned(call, call.n_tokens, price, wide, together)
+        self.price, self.slices = planned(call, price, wide, together)
         tell(call, self.price)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
         self._sums: list[Tensor] | None = None

@@ -75,10 +75,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class KeptPass:
     """A call over a sampling mask: its valid tokens in chunks, with their entries."""
 
-    def __init__(self, call: Call, mask: SamplingMask, places: Places) -> None:
+    def __init__(self, call: Call, price: Price, mask: SamplingMask, places: Places) -> None:
         """mask, places: of the valid tokens."""
         self.call, self.backend, self.mask, self.places = call, backend_of(call), mask, places
-        tell(call, Price("kept", 0))
+        tell(call, price)
         self.step = entries_at_a_time(call)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
 
@@ -120,12 +120,13 @@ def checked(call: Call, price: Price) -> KeptPass:
     if places is None:
         call = call.checked()
         if call.index is not None and labels is not None:
-            mask, labels = _valid_sets(call), labels[call.index]
+            mask, labels = valid_sets(call), labels[call.index]
             places = look(mask, rows, labels, ignored)
-    return KeptPass(call, mask, places or mask.check_sets(rows, labels, call.index))
+    return KeptPass(call, price, mask, places or mask.check_sets(rows, labels, call.index))
 
 
-def _valid_sets(call: Call) -> SamplingMask:
+def valid_sets(call: Call) -> SamplingMask:
+    """The sets of the valid tokens."""
     assert call.sampling_mask is not None
     return call.sampling_mask if call.index is None else call.sampling_mask[call.index]
 
@@ -183,8 +184,8 @@ def gradients(
     call: Call, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, ...]:
     """(dhidden, dweight, dbias, dlora_hidden, dlora_b) for upstream gradients of the statistics, (N,) each."""
-    mask = _valid_sets(call)
-    run = KeptPass(call, mask, Places(mask.tokens, saved.extra.get("labels_at")))
+    mask = valid_sets(call)
+    run = KeptPass(call, price, mask, Places(mask.tokens, saved.extra.get("labels_at")))
     total = GradientBuffers(call, run.backend, needs, rounds_once(call, mask.token_ids.shape[0], run.backend))
     total.gradients.clear()
     for rows, chunk, entries in run.chunks():

@@ -75,15 +75,15 @@ def slices_for(
     return backend.slices(call, n_tokens, most, price, wide=wide, together=together, summed=summed)
 
 
-def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:
+def planned(call: Call, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:
     """The price with its slices: where few whole rows would stay for a second look, this makes the products again."""
     summed = price.method in ("values", "one-hot") and not price.materialised
-    slices = slices_for(call, n_tokens, price, wide, together, summed)
+    slices = slices_for(call, call.n_tokens, price, wide, together, summed)
     if price.method == "in-forward" or not looks_twice(sums_of(call.options.want)):
         return price, slices
     products = 1 + (call.reference is not None)
     again = replace(price, gemms=price.gemms + products, materialised=False, looks_again=True)
-    streamed = slices_for(call, n_tokens, again, wide)
+    streamed = slices_for(call, call.n_tokens, again, wide)
     if looking_again_is_cheaper(slices.tokens, streamed.tokens, call.inputs.hidden.device.type):
         return again, streamed
     return price, slices

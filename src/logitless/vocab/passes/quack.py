@@ -33,9 +33,9 @@ def cross_entropy(call: Call, mean: bool, denominator: Tensor | None) -> Tensor:
     return attach(FormedLoss(call, total, partial(_again, needs, scale)), loss, call.inputs, (), [])
 
 
-def slices_for(call: Call, n_tokens: int) -> Slices:
+def slices_for(call: Call) -> Slices:
     """The chunks that a call gets."""
-    return quack_slices(n_tokens, *call.head.weight.shape, budget=call.budget)
+    return quack_slices(call.n_tokens, *call.head.weight.shape, budget=call.budget)
 
 
 def _again(needs: Needs, scale: Tensor, call: Call) -> GradientBuffers:
@@ -59,7 +59,7 @@ def _formed(call: Call, needs: Needs, scale: Tensor) -> tuple[Tensor, GradientBu
             call.rows(i.hidden.detach(), every).contiguous(),
             i.weight.detach(),
             call.rows(i.labels, every),
-            slices_for(call, n).tokens,
+            slices_for(call).tokens,
             need_dx=needs.hidden,
             need_dw=needs.weight,
             grad_scale=scale,
