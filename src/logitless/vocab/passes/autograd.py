@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, comp
 from . import engine, kept
 from .engine import LossPass, Saved, Together, loss_gradients
 from .gradient import GradientBuffers
-from .price import loss_price, stats_price
+from .price import stats_price
 
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
@@ -113,12 +113,14 @@ def formed_again(needs: Needs, stat_grads: dict[str, Tensor], together: Together
     def known(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: call.rows(g, rows) for name, g in stat_grads.items()}
 
-    return loss_gradients(LossPass(call, loss_price(call, needs), needs, together, rounds=True), known)[0]
+    return loss_gradients(LossPass(call, needs, together, rounds=True), known)[0]
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, formed: FormedLoss, input_grads: list[Tensor | None], loss: Tensor, *tensors: Any) -> Tensor:
+    def forward(
+        ctx: Any, formed: FormedLoss, input_grads: Sequence[Tensor | None], loss: Tensor, *tensors: Any
+    ) -> Tensor:
         ctx.formed, ctx.input_grads = formed, input_grads
         ctx.dtypes = [x.dtype for x in tensors[len(Inputs._fields) :]]
         ctx.save_for_backward(*map(storable, tensors[: len(Inputs._fields)]))
@@ -139,8 +141,8 @@ def attach(
     formed: FormedLoss,
     loss: Tensor,
     inputs: Inputs,
-    extra: tuple[Tensor, ...],
-    extra_grads: list[Tensor | None],
+    extra: tuple[Tensor, ...] = (),
+    extra_grads: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """`loss` with a graph to the differentiated inputs and the loss function's own."""
     return _Attach.apply(formed, extra_grads, loss, *inputs, *extra)  # pyright: ignore[reportReturnType]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...algebra.costs import Price
 from ...algebra.online_softmax import Totals, put_tail_label, widen
 from ...algebra.stats import STATISTICS, looks_twice, sums_of
-from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip, p_alone
+from ..backends.base import Accumulated, Backend, Chunk, Scratch, Skip, p_alone
 from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
@@ -22,7 +22,7 @@ from ..call.call import Call, Needs, blank_of
 from ..devices import full_precision
 from ..sizing import current_sizing
 from .gradient import GradientBuffers, add_gradient, one_hots
-from .price import planned, sparse_of
+from .price import loss_price, planned, sparse_of
 from .told import tell
 
 
@@ -105,18 +105,6 @@ class Pass:
         found.totals.log_s_ref = shared  # the gradient's q are shares of what the reference gives to these entries
         put_tail_label(found.totals, chunk.inputs.labels, chunk.inputs.candidates, torch)
         return found
-
-    def add_gradient(
-        self,
-        chunk: Chunk,
-        totals: Totals,
-        extra: dict[str, Tensor],
-        stat_grads: dict[str, Tensor],
-        grads: Gradients,
-        products: dict[str, Tensor] | None = None,
-    ) -> None:
-        """`gradient.add_gradient` with this pass's backend and summed rows."""
-        add_gradient(self.backend, chunk, totals, extra, stat_grads, grads, self.sums, products)
 
     def put(self, into: dict[str, Tensor], rows: slice, part: dict[str, Tensor]) -> None:
         """Write a chunk's numbers into `into`, (N, ...) each, made here with what ignored tokens get."""
@@ -209,7 +197,8 @@ def _read_all(run: Pass, out: dict[str, Tensor], saved: Saved | None, within: sl
         if saved is not None:
             run.put(saved.totals, rows, dict(found.totals.items()))
             run.put(saved.products, rows, found.products)
-            run.put(saved.extra, rows, one_hots(run.call, found, part) | _skipped(chunk))
+            skipped = {} if chunk.skip is None else chunk.skip.items()
+            run.put(saved.extra, rows, one_hots(run.call, found, part) | skipped)
 
 
 def outputs(call: Call) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -250,7 +239,8 @@ def _add_all(
         products = some(saved.products) if run.price.method == "basis" else None
         extra = some(saved.extra)
         chunk.skip = Skip.saved(extra, run.sparse)
-        run.add_gradient(chunk, Totals(**some(saved.totals)), extra, some(stat_grads), grads, products)
+        totals, upstream = Totals(**some(saved.totals)), some(stat_grads)
+        add_gradient(run.backend, chunk, totals, extra, upstream, grads, run.sums, products)
         total.put(rows, grads)
 
 
@@ -259,10 +249,6 @@ def _begun(run: Pass, needs: Needs, once: bool = False) -> GradientBuffers:
     if run.sparse is not None:
         run.sparse.begin()
     return GradientBuffers(run.call, run.backend, needs, once)
-
-
-def _skipped(chunk: Chunk) -> dict[str, Tensor]:
-    return {} if chunk.skip is None else chunk.skip.items()
 
 
 Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
@@ -300,21 +286,14 @@ class LossPass:
     is handed over in where one product is all of it.
     """
 
-    def __init__(
-        self, call: Call, price: Price, needs: Needs, together: Together | None = None, rounds: bool = False
-    ) -> None:
+    def __init__(self, call: Call, needs: Needs, together: Together | None = None, rounds: bool = False) -> None:
         self.needs, self.together = needs, together
-        self.run = Pass(call, price, together=0 if together is None else together.most)
+        self.run = Pass(call, loss_price(call, needs), together=0 if together is None else together.most)
         self.once = rounds and self.run.backend.sums_once(call, self.run.slices)
 
     @property
     def call(self) -> Call:
         return self.run.call
-
-    def begin(self) -> LossPass:
-        """Itself, with the first chunk made."""
-        self.run.begin()
-        return self
 
 
 @exact
@@ -353,7 +332,8 @@ def _evaluate_chunks(
         if run.price.method == "in-forward":
             grads = total.chunk(chunk.n_tokens)
             products = found.products if run.price.bases else None
-            run.add_gradient(chunk, found.totals, one_hots(run.call, found, part), g, grads, products)
+            extra = one_hots(run.call, found, part)
+            add_gradient(run.backend, chunk, found.totals, extra, g, grads, run.sums, products)
             total.put(rows, grads)
         run.put(stat_grads, rows, g)
 

@@ -33,12 +33,12 @@ def add_gradient(
     stat_grads: dict[str, Tensor],
     grads: Gradients,
     sums: Callable[[], list[Tensor]],
-    products: dict[str, Tensor] | None = None,
+    products: dict[str, Tensor] | None,
 ) -> None:
     """The whole gradient of one chunk: dense bases, label, one-hots and the constant δ.
 
-    extra: what `one_hots` kept; stat_grads: of each statistic, (C, ...); products: of the dense bases with the head,
-    where these accumulated on the way.
+    extra: what `one_hots` kept; stat_grads: of each statistic, (C, ...); sums: as `Pass.sums`; products: of the dense
+    bases with the head, where these accumulated on the way.
     """
     policy, stat_grads = chunk.policy, dict(stat_grads)
     at_ids = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}

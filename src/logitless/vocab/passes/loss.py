@@ -18,7 +18,7 @@ from ..devices import full_precision
 from ..stats import TokenStats
 from .autograd import FormedLoss, attach, formed_again, stats
 from .engine import LossPass, Together, loss_gradients
-from .price import loss_price, stats_price
+from .price import stats_price
 from .seen import Seen, seen_of
 
 LossFn = Callable[..., Tensor]
@@ -38,7 +38,7 @@ def chunked_loss(
         return _begun(call, needs, together), _Caller(loss_fn, seen, extra, needs, scale)
 
     loss, caller = call.checked_while(begin)
-    return _finish(loss, needs, caller, extra, caller.extra_grads, call.inputs.labels)
+    return _finish(loss, caller, call.inputs.labels)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,15 @@ def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
         return _begun(call, needs), CrossEntropy(call, given, valid)
 
     loss, evaluate = call.checked_while(begin)
-    return _finish(loss, needs, evaluate, (), [], call.inputs.labels)
+    return _finish(loss, evaluate, call.inputs.labels)
 
 
 @torch.no_grad()
 def _begun(call: Call, needs: Needs, together: Together | None = None) -> LossPass:
     with full_precision(call.inputs.hidden.device.type):
-        return LossPass(call, loss_price(call, needs), needs, together, rounds=True).begin()
+        loss = LossPass(call, needs, together, rounds=True)
+        loss.run.begin()
+        return loss
 
 
 def loss_of_each(
@@ -99,22 +101,16 @@ def _loss_at_once(loss_fn: LossFn, seen: Seen, numbers: dict[str, Tensor], extra
         return _evaluated(loss_fn, shown, [x[seen.units(every)].clone() for x in extra], seen.losses(every), seen.unit)
 
 
-def _finish(
-    loss: LossPass,
-    needs: Needs,
-    evaluate: CrossEntropy | _Caller,
-    extra: tuple[Tensor, ...],
-    extra_grads: list[Tensor | None],
-    labels: Tensor | None,
-) -> Tensor:
+def _finish(loss: LossPass, evaluate: CrossEntropy | _Caller, labels: Tensor | None) -> Tensor:
     """The loss with its graph; labels: the caller's own, which a second backward wants as they were."""
-    call = loss.call
+    call, needs = loss.call, loss.needs
     with torch.no_grad():
         total, stat_grads = loss_gradients(loss, evaluate)
         formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, loss.together))
-    if not (needs.any or any(g is not None for g in extra_grads)):
+    if not (needs.any or any(g is not None for g in evaluate.extra_grads)):
         return evaluate.total
-    return attach(formed, evaluate.total, call.inputs._replace(labels=labels), extra, extra_grads)
+    inputs = call.inputs._replace(labels=labels)
+    return attach(formed, evaluate.total, inputs, evaluate.extra, evaluate.extra_grads)
 
 
 def reduction_scale(
@@ -168,6 +164,8 @@ def label_weights(labels: Tensor, class_weights: Tensor, ignore_index: int) -> T
 
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
+    extra = extra_grads = ()  # inputs of the caller's own, of which there are none
+
 
     def __init__(self, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> None:
         """`call` is checked; `valid` as `reduction_scale` takes it."""

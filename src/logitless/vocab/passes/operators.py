@@ -25,7 +25,7 @@ from .autograd import NO_SECOND_DERIVATIVE
 from .engine import LossPass, Saved, checked, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
-from .price import by_registers, loss_price, stats_price
+from .price import by_registers, stats_price
 
 
 def stats(call: Call) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ def _cross_entropy(
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
     evaluate = CrossEntropy(call, given, valid)
-    total, _ = loss_gradients(LossPass(call, loss_price(call, said.needs), said.needs), evaluate)
+    total, _ = loss_gradients(LossPass(call, said.needs), evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 

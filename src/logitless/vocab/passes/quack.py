@@ -30,7 +30,7 @@ def cross_entropy(call: Call, mean: bool, denominator: Tensor | None) -> Tensor:
         loss, total = _formed(call, needs, scale)
     if not needs.any:
         return loss
-    return attach(FormedLoss(call, total, partial(_again, needs, scale)), loss, call.inputs, (), [])
+    return attach(FormedLoss(call, total, partial(_again, needs, scale)), loss, call.inputs)
 
 
 def slices_for(call: Call) -> Slices:
