@@ -218,10 +218,9 @@ def linear_cross_entropy(
     if options.get("backend") == quack_support.NAME:
         return _cross_entropy_by_quack(hidden, head, labels, reduction == "mean", divisor, options)
     alike = label_smoothing, z_loss, reduction, divisor
-    if reduction == "none":
-        return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), reduction == "mean", divisor)
-    return _cross_entropy(hidden, head, labels, weight, given, alike, options)
+    run = _cross_entropy_of_each if reduction == "none" else _cross_entropy
+    return run(hidden, head, labels, weight, given, alike, options)
 
 
 def _cross_entropy(
@@ -246,18 +245,17 @@ def _cross_entropy_of_each(
     head: LMHead,
     labels: Tensor,
     weight: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
+    given: CrossEntropyOptions,
     alike: tuple[Any, ...],
     options: Options,
 ) -> Tensor:
     """The loss of every token, 0 where ignored."""
     numbers = _token_stats(hidden, head, labels, alike, weight, **options)
     if weight is None:
-        return cross_entropy_of(numbers, label_smoothing, z_loss)
+        return cross_entropy_of(numbers, given)
     classes = weight.detach().to(numbers.logprob.dtype)
     weights = label_weights(labels, classes, options.get("ignore_index", -100))
-    return cross_entropy_of(numbers, label_smoothing, z_loss, weights, classes)
+    return cross_entropy_of(numbers, given, weights, classes)
 
 
 @_uncompiled

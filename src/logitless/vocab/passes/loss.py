@@ -138,19 +138,18 @@ def _part(scale: Tensor, which: slice | Tensor) -> Tensor:
 
 def cross_entropy_of(
     stats: TokenStats,
-    smoothing: float,
-    z_loss: float,
+    given: CrossEntropyOptions,
     weights: Tensor | None = None,
     class_weights: Tensor | None = None,
 ) -> Tensor:
     """The per-token loss of `linear_cross_entropy`; weights: the labels' own of the class weights."""
     logprob = stats.logprob if weights is None else weights * stats.logprob
     loss = supervised.nll(logprob)
-    if smoothing:
+    if given.smoothing:
         lse = stats.logsumexp if class_weights is None else class_weights.mean() * stats.logsumexp
-        loss = supervised.label_smoothing(logprob, lse, stats.mean_logit, smoothing)
-    if z_loss:
-        penalty = supervised.z_loss(stats.logsumexp, z_loss)
+        loss = supervised.label_smoothing(logprob, lse, stats.mean_logit, given.smoothing)
+    if given.z_loss:
+        penalty = supervised.z_loss(stats.logsumexp, given.z_loss)
         loss = loss + (penalty if weights is None else weights * penalty)
     return loss
 
@@ -164,8 +163,8 @@ def label_weights(labels: Tensor, class_weights: Tensor, ignore_index: int) -> T
 
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
-    extra = extra_grads = ()  # inputs of the caller's own, of which there are none
 
+    extra = extra_grads = ()  # inputs of the caller's own, of which there are none
 
     def __init__(self, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> None:
         """`call` is checked; `valid` as `reduction_scale` takes it."""
@@ -185,7 +184,7 @@ class CrossEntropy:
         seen, smoothing, z_loss = TokenStats(stats), self.given.smoothing, self.given.z_loss
         scale = _part(self.scale, self.call.tokens(rows)).expand_as(seen.logprob)
         weights = None if self.weights is None else self.call.rows(self.weights, rows)
-        loss = cross_entropy_of(seen, smoothing, z_loss, weights, self.class_weights)
+        loss = cross_entropy_of(seen, self.given, weights, self.class_weights)
         self.total += (loss * scale).sum()
         own = scale if weights is None else weights * scale
         grads = {"logprob": (smoothing - 1) * own}
