@@ -569,12 +569,13 @@ class Gradients:
     bias: Tensor | None = None  # (V,)
     lora_hidden: Tensor | None = None  # (C, R)
     lora_b: Tensor | None = None  # (V, R)
-    unwritten: list[Tensor] = field(default_factory=list)  # of these, those with nothing in them yet
+    unwritten: list[Tensor] = field(default_factory=list)  # the weight's, while its rows that exist hold nothing yet
 
-    def begins(self, x: Tensor | None) -> bool:
-        """Whether `x` has nothing in it yet, so that its first part is written, not added; said once."""
-        found = [i for i, y in enumerate(self.unwritten) if y is x]
-        return bool(found) and self.unwritten.pop(found[0]) is x
+    def begins(self) -> bool:
+        """Whether the weight's has nothing in it yet, so that its first part is written, not added; said once."""
+        begins = bool(self.unwritten)
+        self.unwritten.clear()
+        return begins
 
     def clear(self) -> None:
         """Zero what has nothing in it yet."""

@@ -151,6 +151,7 @@ class GradientBuffers:
             if x is not None:
                 x.zero_()
         if weight is not None:
+            weight[call.head.local_rows :].zero_()  # of padding
             self.gradients.unwritten.append(weight)
 
     def chunk(self, n_tokens: int) -> Gradients:

@@ -52,13 +52,11 @@ def _multiply_for_entries(chunk: Chunk, grads: Gradients, scale: Tensor | None, 
     for factor, (_, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
         if entries is None:
             continue
-        begins = entries is grads.weight and grads.begins(entries)
+        begins = entries is grads.weight and grads.begins()
         late = m if chunk.materialised[0].late else None
         _put_products(chunk, factor, scale, entries, begins, late)
         for tile in chunk.materialised:
             tile.late = False
-        if begins:
-            entries[chunk.policy.head.local_rows :].zero_()
 
 
 def _put_products(

@@ -250,14 +250,12 @@ class EagerBackend(Backend):
         if holds_weights(chunk):
             weights_grad(chunk, totals, chained["p"], grads)
             return
-        begins = grads.begins(grads.weight)
+        begins = grads.begins()
         shared = replace(grads, hidden=shares_of(grads.hidden, chunk.slices.width))
         for i, v in enumerate(chunk.vocabulary()):
             tile = chunk.materialised[i] if chunk.materialised else None
             self.add_slice(chunk, v, tile, totals, chained, shared, begins)
         collect(shared.hidden, grads.hidden)
-        if begins and grads.weight is not None:
-            grads.weight[chunk.policy.head.local_rows :].zero_()
 
     def add_slice(
         self,

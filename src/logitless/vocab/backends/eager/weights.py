@@ -55,7 +55,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     level = chunk.materialised[-1].m
     assert level is not None
     scale = scale_of(p, level, totals)
-    blank = grads.weight if grads.begins(grads.weight) else None  # whose first part is written, not added
+    blank = grads.weight if grads.begins() else None  # whose first part is written, not added
     factors, pairs = chunk.policy.factors, grads.pairs[: len(chunk.policy.factors)]
     tokens = [None if x is None else torch.zeros_like(x) for x, _ in pairs]
     adding = [shares_of(x, chunk.slices.width) for x in tokens]
@@ -72,8 +72,6 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
         collect(shares, total)
         if into is not None and total is not None:
             into.addcmul_(total, scale)
-    if blank is not None:
-        blank[chunk.policy.head.local_rows :].zero_()
 
 
 def _add_products(chunk: Chunk, tile: Tile, scaled: Each, adding: Each, entries: Each, blank: Tensor | None) -> None:

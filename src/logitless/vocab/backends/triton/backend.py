@@ -383,7 +383,7 @@ class TritonBackend(Backend):
             f.tokens if entries is None else f.tokens.to(dtype)
             for f, (_, entries) in zip(chunk.policy.factors, pairs, strict=False)
         ]
-        stays, begins = iter(chunk.materialised), grads.begins(grads.weight)
+        stays, begins = iter(chunk.materialised), grads.begins()
         for v in chunk.vocabulary():
             w = chunk.policy.operand(v)
             tile = next(stays) if chunk.materialised else slice_of(chunk, v, w, "")
@@ -412,8 +412,6 @@ class TritonBackend(Backend):
                     if entries is not None:
                         put = product if begins and entries is grads.weight else add_product
                         put(dz.t(), x, entries[v])
-        if begins and grads.weight is not None:
-            grads.weight[chunk.policy.head.local_rows :].zero_()
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         total = label_coefficients(coefficients, totals, chunk.jsd_beta)

@@ -151,6 +151,5 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     if tokens is not None:
         tokens.addcmul_(product(tile.z, plain(factor.entries)[tile.v], room), shares)
     if entries is not None:
-        put = product if grads.begins(entries) else add_product
+        put = product if grads.begins() else add_product
         put(tile.z.t(), torch.mul(factor.tokens, shares, out=room).to(tile.z.dtype), entries[tile.v])
-        entries[tile.v.stop :].zero_()
