@@ -29,7 +29,7 @@ def flags_of_reference(sums: Set[str], there: bool) -> dict[str, bool]:
 def accumulation_of(state: Tensor, flags: dict[str, bool]) -> tuple[Accumulation, Tensor | None]:
     """The rows of a running accumulation, (fields, n), and its sum of logits; `above` as a number of their dtype."""
     rows = dict(zip(accumulating.FIELDS, state, strict=False))
-    zsum = rows.pop("zsum")
+    zsum = rows.pop("zsum", None)
     for name, flag in (("t", "WITH_T"), ("r", "WITH_R"), ("above", "RANK"), ("a_ref", "WITH_QE")):
         if not flags[flag]:
             rows.pop(name, None)

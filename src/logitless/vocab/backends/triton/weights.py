@@ -22,9 +22,10 @@ from ...devices import moves_blocks, processors
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Chunk, Gradients, Partial, Tile, normalised
+from ..eager.weights import scale_of
 from ..logits import add_product, operand_dtype, product
-from . import accumulate_kernels, weights_kernels
-from .parts import merge
+from . import weights_kernels
+from .parts import accumulation_of, merge
 from .slices import buffer_of, heads_of
 from .tuned import launch, table_for
 
@@ -103,9 +104,8 @@ def _summed(
         INNER=sizes["inner"],
         **launch(sizes),
     )
-    merged = merge(state, ALONE | {"WITH_T": with_t})
-    found = dict(zip(accumulate_kernels.FIELDS, merged[:, 0], strict=False))
-    return Accumulation(found["m"], found["rest"], found["t"] if with_t else None)
+    flags = ALONE | {"WITH_T": with_t}
+    return accumulation_of(merge(state, flags)[:, 0], flags)[0]
 
 
 def state_bytes(sizes: dict[str, int], n_tokens: int, width: int) -> int:
@@ -146,7 +146,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     """`Backend.logits_grad` from weights e^(z - level): what a token's p is multiplied by goes into small tensors."""
     (tile,), factor, (tokens, entries) = chunk.materialised, chunk.policy.factors[0], grads.pairs[0]
     assert tile.m is not None
-    shares = (p * torch.exp((tile.m - totals.m) - totals.log_s))[:, None]
+    shares = scale_of(p, tile.m, totals)
     room = chunk.scratch.take("hidden", (chunk.n_tokens, factor.tokens.shape[1]))
     if tokens is not None:
         tokens.addcmul_(product(tile.z, plain(factor.entries)[tile.v], room), shares)
