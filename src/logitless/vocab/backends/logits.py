@@ -287,7 +287,7 @@ class Projection:
         dz = dz * (self.row_scale if wide else _flat(self.row_scale))
         if z is None or self.outer is None:
             return dz
-        return dz * (1 - (z / (self.outer if wide else _flat(self.outer))).square())
+        return dz * flatness(z, self.outer if wide else _flat(self.outer))
 
     def flatness(self, z: Tensor) -> Tensor:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""

@@ -171,9 +171,7 @@ class Call:
         and again where some are.
         """
         labels = self.inputs.labels
-        if labels is None or capturing(labels) or current_sizing() is not None:
-            return begin(self.checked())
-        if labels.device.type not in GUESSING or labels.dtype != torch.int64:
+        if labels is None or labels.device.type not in GUESSING or capturing(labels) or current_sizing() is not None:
             return begin(self.checked())
         asked = self._ask()
         same = labels.clamp(0, self.head.rows - 1)  # should the guess be right; else they can be read, at least

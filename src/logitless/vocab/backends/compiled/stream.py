@@ -39,14 +39,12 @@ def takes(call: Call, kept: bool = False) -> bool:
     Of a bf16 head where the processor has tiles for it (AMX), by these. Else on a processor of Intel, whose own library
     torch multiplies by, only where it was measured to be faster.
     """
-    i, sums = call.inputs, sums_of(call.options.want)
+    sums = sums_of(call.options.want)
     if call.shard is not None:  # ranks are to take the same chunks, whatever their processors
         return False
     if call.n_tokens < FEW or call.compute != torch.float32 or not sums <= (FOUND | AFTERWARDS if kept else FOUND):
         return False
-    heads = [(call.head, i.hidden, i.lora_b)]
-    if call.reference is not None and i.ref_hidden is not None:
-        heads.append((call.reference, i.ref_hidden, i.ref_lora_b))
+    heads = _heads(call)
     if not all(_multiplies(call, *given) for given in heads) or (found := library()) is None:
         return False
     cast = call.options.autocast
@@ -54,6 +52,15 @@ def takes(call: Call, kept: bool = False) -> bool:
     if True in tiles and not found.multiplies_tiles():  # its compiler knows none: torch has some
         return False
     return tiles == {True} or not is_intel() or measured.is_faster(kept)
+
+
+def _heads(call: Call) -> list[tuple[LMHead, Tensor, Tensor | None]]:
+    """The head, and a reference's, with its hidden states and its adapters' b."""
+    i = call.inputs
+    found = [(call.head, i.hidden, i.lora_b)]
+    if call.reference is not None and i.ref_hidden is not None:
+        found.append((call.reference, i.ref_hidden, i.ref_lora_b))
+    return found
 
 
 def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> bool:
@@ -106,9 +113,7 @@ def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
     bases: how many have products.
     """
     found, i, threads, number = library(), call.inputs, torch.get_num_threads(), call.compute.itemsize
-    sizes = [_row(call.head, i.hidden, i.lora_b)]
-    if call.reference is not None and i.ref_hidden is not None:
-        sizes.append(_row(call.reference, i.ref_hidden, i.ref_lora_b))
+    sizes = [_row(*given) for given in _heads(call)]
     sums = sums_of(call.options.want)
     top_k, fields = best_entries(sums, call.options.top_k), len(_fields(sums))
     own = number * threads * found.entries() * (sum(sizes) + 2 * found.lanes())
@@ -151,7 +156,7 @@ def accumulate(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = Non
     assert found is not None
     width = rounded(n_tokens, found.lanes())
     parts = parts_of(width) if bases else found.parts()
-    labels = None if chunk.inputs.labels is None else chunk.inputs.labels.long().contiguous()
+    labels = None if chunk.inputs.labels is None else chunk.inputs.labels.contiguous()
     names, held = _fields(chunk.sums), _Held()
     sums = dict(zip(names, take("sums", (len(names) * parts, width)).view(len(names), parts, width), strict=True))
     streamed = Streamed(n_tokens=n_tokens, vocab=chunk.policy.head.rows, parts=parts, labels=held.address(labels))
