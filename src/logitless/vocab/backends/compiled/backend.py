@@ -14,9 +14,9 @@ from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import DENSE, Coefficients
 from ...call.call import Call, Needs
-from ..base import Chunk, Gradients, Partial, SliceMass, Tile, is_dense, lies_in_columns, p_alone
+from ..base import Chunk, Gradients, Moves, Partial, SliceMass, Tile, is_dense, lies_in_columns, p_alone
 from ..eager.backend import EagerBackend, Running, peaks
-from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
+from ..eager.formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
 from . import backward, kernels, stream
 from .kernels import Tensors

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import Accumulation
-from ..base import Chunk
-from ..eager.formulas import Moves
+from ..base import Chunk, Moves
 from ..logits import Factor, Projection
 from .library import BASES, Products, library
 

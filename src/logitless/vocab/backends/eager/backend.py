@@ -14,10 +14,10 @@ from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, T
 from ....algebra.stats import Coefficients
 from ...call.call import Call, Needs
 from ...devices import bf16_products
-from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised, p_alone
+from ..base import Backend, Chunk, Gradients, Moves, Partial, SliceMass, Tile, is_dense, normalised, p_alone
 from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
 from . import sets
-from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
+from .formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
 from .threads import collect, maxima, share_count, shares_of, sums
 from .topk import TopK

@@ -9,43 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
-from ..base import SliceMass
+from ..base import Moves, SliceMass
 from ..logits import exp_, exp_into
 
 RATIO = frozenset({"pD", "pM", "excess", "ahead", "behind"})  # bases that are made from log p - log q
 SURE = 1 / 64  # of the maximum's weight: below it, what the other weights add up to is summed without it
-
-
-@dataclass
-class Moves:
-    """What brings the products before a slice to the slice's maximum and d0."""
-
-    grow: Tensor  # e^(m before - m)
-    step: Tensor  # m before - m
-    grow_ref: Tensor | None = None
-    shift: Tensor | None = None  # d0 before - d0
-
-    def apply(self, products: dict[str, Tensor], infinite: bool) -> None:
-        """Σ basis·W of the entries so far, relative to the new maxima and d0."""
-        if "pD" in products and self.shift is not None:
-            products["pD"].addcmul_(products["p"], self.shift[:, None]).mul_(self.grow[:, None])
-            if infinite:  # 0·inf = 0
-                products["pD"].masked_fill_((self.grow == 0)[:, None], 0.0)
-        if "plogp" in products:
-            products["plogp"].addcmul_(products["p"], self.step[:, None]).mul_(self.grow[:, None])
-        if "p2" in products:
-            products["p2"].mul_((self.grow * self.grow)[:, None])
-        if "q" in products and self.grow_ref is not None:
-            products["q"].mul_(self.grow_ref[:, None])
-        if "p" in products:
-            products["p"].mul_(self.grow[:, None])
 
 
 class Form(ABC):

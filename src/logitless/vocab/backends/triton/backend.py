@@ -234,7 +234,7 @@ class Running:
         relative = replace(whole, m=self.levels) if self.weighs else whole
         return Partial(
             whole,
-            partial(normalised, self.products, relative) if self.bases else lambda _: {},
+            partial(normalised, self.products, relative),
             zsum,
             self.topk.result() if self.chunk.top_k else None,
         )

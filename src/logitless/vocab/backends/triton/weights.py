@@ -38,7 +38,7 @@ ALONE = {"WITH_R": False, "RANK": False, "WITH_SUM": False, "REF": False, "WITH_
 
 def sum_products(chunk: Chunk) -> Partial:
     """The accumulation of all rows here, with no slice of logits and nothing beside it."""
-    return Partial(_summed(chunk, "sums"), lambda _: {})
+    return Partial(_summed(chunk, "sums"))
 
 
 def weigh_products(chunk: Chunk, bases: tuple[str, ...] = ()) -> Partial:
@@ -59,7 +59,7 @@ def weigh_products(chunk: Chunk, bases: tuple[str, ...] = ()) -> Partial:
     found.m = torch.where(redone, second.m, found.m)
     if not bases:
         chunk.materialised.append(Tile(slice(0, width), weights, m=levels[0]))
-        return Partial(found, lambda _: {})
+        return Partial(found)
     out = levels.new_empty(chunk.n_tokens, factor.tokens.shape[1])
     products = {bases[0]: product(weights, plain(factor.entries), out)}
     return Partial(found, partial(normalised, products, replace(found, m=levels[0])))
