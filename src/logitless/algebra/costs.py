@@ -65,7 +65,6 @@ def price_of(
     loss: bool = False,
     one_hots: bool = False,
     softcap: bool = False,
-    sampling_mask: bool = False,
     reference_products: int = 1,
     half_products: bool = False,
 ) -> Price:
@@ -73,13 +72,10 @@ def price_of(
 
     `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
-    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `sampling_mask`: only
-    each token's own set of entries counts; `reference_products`: 0 where a reference's logits exist already;
-    `half_products`: bases are rounded to 16 bits before their products, of which p and q, one by one, lose what tells
-    them apart.
+    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `reference_products`: 0
+    where a reference's logits exist already; `half_products`: bases are rounded to 16 bits before their products, of
+    which p and q, one by one, lose what tells them apart.
     """
-    if sampling_mask:
-        return Price("kept", 0)
     sums = sums_of(want)
     products = 1 + reference_products * ("ref" in sums)
     whole = looks_twice(sums)

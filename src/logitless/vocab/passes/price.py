@@ -32,6 +32,8 @@ def loss_price(call: Call, needs: Needs) -> Price:
 
 
 def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
+    if call.sampling_mask is not None:
+        return Price("kept", 0)
     # the adapters' gradients need the logits' gradient at all entries, as a bias does
     everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
     return price_of(
@@ -42,7 +44,6 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         one_hots=one_hots,
         loss=loss,
         softcap=bool(call.head.softcap),
-        sampling_mask=call.sampling_mask is not None,
         reference_products=int(call.reference_rows is None),
         half_products=rounds_weights(call),
     )
