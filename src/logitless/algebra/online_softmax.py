@@ -46,6 +46,21 @@ class Accumulation:
         return [(name, value) for name, value in vars(self).items() if value is not None]
 
 
+def empty(zeros: Array, count: Array, sums: frozenset[str], reference: bool) -> Accumulation:
+    """The part of the vocabulary without an entry, with these sums; `zeros` and the whole numbers `count` are 0."""
+    lowest = zeros + EMPTY
+    none = Accumulation(m=lowest, rest=zeros)
+    none.t = zeros if "t" in sums else None
+    none.r = zeros if "r" in sums else None
+    none.above = count if "above" in sums else None
+    if reference:
+        none.m_ref, none.s_ref, none.near, none.shift, none.a, none.b = lowest, zeros, lowest, zeros, zeros, zeros
+        none.a_ref = zeros if "qe" in sums else None
+    if "tail" in sums:
+        none.m_tail, none.s_tail = lowest, zeros
+    return none
+
+
 def single(z: Array, z_ref: Array | None, like: Accumulation, xp: Any) -> Accumulation:
     """The part of the vocabulary that holds one entry, `z` (and `z_ref`) per token, with the sums that `like` has."""
     one = Accumulation(m=z, rest=xp.zeros_like(z))

@@ -14,6 +14,7 @@ from ...algebra.online_softmax import (
     Accumulation,
     Totals,
     difference,
+    empty,
     finish,
     merge,
     put_tail_label,
@@ -52,7 +53,9 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
             topk = merge_slice(topk, live, part.start + chunk.vocab_start)
         return (dict(sums.items()), zsum, topk), (part.z, part.z_ref) if materialise else None
 
-    start = dict(_empty(chunk, zeros).items()), zeros if "zsum" in options.sums else None, _no_entries(chunk, zeros)
+    count = varying(jnp.zeros(zeros.shape, int), chunk.axes)
+    none = empty(zeros, count, options.sums, chunk.reference is not None)
+    start = dict(none.items()), zeros if "zsum" in options.sums else None, _no_entries(chunk, zeros)
     (sums, zsum, topk), slices = lax.scan(step, start, chunk.slices())
     totals = finish(merge_devices(Accumulation(**sums), options.axis_name), chunk.label_logits, jnp)
     if totals.rank is not None and chunk.label_logits is not None:  # above a NaN is nothing
@@ -68,20 +71,6 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
         _second_look(chunk, totals, slices)
     put_tail_label(totals, chunk.labels, chunk.call.tokens.candidates, jnp)
     return Accumulated(totals, topk, slices)
-
-
-def _empty(chunk: Chunk, zeros: Array) -> Accumulation:
-    """The sums of no entry."""
-    wanted, lowest = chunk.options.sums, zeros + EMPTY
-    out = Accumulation(m=lowest, rest=zeros, t=zeros if "t" in wanted else None, r=zeros if "r" in wanted else None)
-    if "above" in wanted:
-        out.above = varying(jnp.zeros(zeros.shape, int), chunk.axes)
-    if chunk.reference is not None:
-        out.m_ref, out.s_ref, out.near, out.shift, out.a, out.b = lowest, zeros, lowest, zeros, zeros, zeros
-        out.a_ref = zeros if "qe" in wanted else None
-    if "tail" in wanted:
-        out.m_tail, out.s_tail = lowest, zeros
-    return out
 
 
 def _no_entries(chunk: Chunk, zeros: Array) -> TopEntries | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....algebra.costs import Price, Slices, read_in_columns
-from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
+from ....algebra.online_softmax import MASK, SECOND_LOOK, Accumulation, Totals, empty
 from ....algebra.stats import Coefficients
 from ...call.call import Call, Needs
 from ...devices import bf16_products
@@ -32,17 +32,7 @@ class Running(Form):
     def __init__(self, chunk: Chunk, bases: tuple[str, ...]) -> None:
         self.chunk, self.bases, self.infinite = chunk, frozenset(bases), chunk.may_be_infinite
         z = torch.zeros(chunk.n_tokens, dtype=chunk.policy.compute, device=chunk.inputs.hidden.device)
-        self.state = Accumulation(m=z + EMPTY, rest=z.clone())
-        self.state.t = z.clone() if "t" in chunk.sums else None
-        self.state.r = z.clone() if "r" in chunk.sums else None
-        self.state.above = torch.zeros_like(z, dtype=torch.int64) if "above" in chunk.sums else None
-        if chunk.reference is not None:
-            self.state.m_ref, self.state.s_ref = z + EMPTY, z.clone()
-            self.state.near, self.state.shift = z + EMPTY, z.clone()
-            self.state.a, self.state.b = z.clone(), z.clone()
-            self.state.a_ref = z.clone() if "qe" in chunk.sums else None
-        if "tail" in chunk.sums:
-            self.state.m_tail, self.state.s_tail = z + EMPTY, z.clone()
+        self.state = empty(z, z.long(), chunk.sums, chunk.reference is not None)
         self.steady = may_be_steady(chunk)
         self.zsum = z.clone() if chunk.sums_logits else None
         self.topk = TopK(z, chunk.top_k) if chunk.top_k else None
