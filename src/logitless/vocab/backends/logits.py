@@ -85,26 +85,14 @@ class FewRows(Protocol):
     """Products with a few rows of a table for each token, as every backend has them: see `rows`."""
 
     def dot(
-        self,
-        x: Tensor,
-        table: Weight,
-        ids: Tensor,
-        cast: torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        of: Tensor | None = None,
+        self, x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype, dtype: torch.dtype, of: Tensor | None
     ) -> Tensor: ...
 
     def add_weighted(
-        self,
-        into: Tensor,
-        weights: Tensor,
-        table: Weight,
-        ids: Tensor,
-        cast: torch.dtype | None = None,
-        of: Tensor | None = None,
+        self, into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype, of: Tensor | None
     ) -> None: ...
 
-    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor, of: Tensor | None = None) -> None: ...
+    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor, of: Tensor | None) -> None: ...
 
 
 Buffer = Callable[[tuple[int, int]], Tensor]  # room for rows, with anything in it, the same at every call
