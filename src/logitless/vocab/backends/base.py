@@ -128,20 +128,16 @@ class Backend(ABC):
         """The totals of an accumulation and of the label's logit, (C,) each."""
         return finish(state, label, torch)
 
-    def look_again(self, chunk: Chunk, totals: Totals) -> None:
-        """What needs both log-sum-exps first into `totals`."""
-        put_second_sums(chunk, totals, self.second_sums(chunk, totals))
-
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         """dL/d(hW) at the label, (C,): what `logits_grad` leaves out."""
-        total = label_coefficient(coefficients, totals, chunk.jsd_beta, torch)
-        return self.chained_at_label(chunk, totals, coefficients, total)
-
-    def chained_at_label(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, total: Tensor) -> Tensor:
-        """dL/d(hW) at the label from dL/dz there."""
+        total = self.at_label(coefficients, totals, chunk.jsd_beta)
         if chunk.policy.outer is not None and "one" in coefficients:
             total = total + coefficients["one"]
         return chunk.policy.chain(total, totals.label_logit)
+
+    def at_label(self, coefficients: Coefficients, totals: Totals, beta: float) -> Tensor:
+        """dL/dz at the label, (C,), the constant term aside."""
+        return label_coefficient(coefficients, totals, beta, torch)
 
     def slices(
         self,

@@ -74,8 +74,8 @@ class ShardedBackend(Backend):
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         self.local.logits_grad(chunk, totals, coefficients, grads)
 
-    def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
-        return self.local.label_coefficient(chunk, totals, coefficients)
+    def at_label(self, coefficients: Coefficients, totals: Totals, beta: float) -> Tensor:
+        return self.local.at_label(coefficients, totals, beta)
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return self.local.scaled(x, factor, dtype)

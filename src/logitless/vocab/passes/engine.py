@@ -14,7 +14,7 @@ from torch import Tensor
 from ...algebra.costs import Price
 from ...algebra.online_softmax import Totals, put_tail_label, widen
 from ...algebra.stats import STATISTICS, looks_twice, sums_of
-from ..backends.base import Accumulated, Backend, Chunk, Scratch, Skip, p_alone
+from ..backends.base import Accumulated, Backend, Chunk, Scratch, Skip, p_alone, put_second_sums
 from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
@@ -101,7 +101,7 @@ class Pass:
             if "pD" in found.products:
                 found.products["pD"].addcmul_(found.products["p"], more[:, None])
         if twice:
-            self.backend.look_again(chunk, found.totals)
+            put_second_sums(chunk, found.totals, self.backend.second_sums(chunk, found.totals))
         found.totals.log_s_ref = shared  # the gradient's q are shares of what the reference gives to these entries
         put_tail_label(found.totals, chunk.inputs.labels, chunk.inputs.candidates, torch)
         return found

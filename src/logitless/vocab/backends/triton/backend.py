@@ -413,9 +413,8 @@ class TritonBackend(Backend):
                         put = product if begins and entries is grads.weight else add_product
                         put(dz.t(), x, entries[v])
 
-    def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
-        total = label_coefficients(coefficients, totals, chunk.jsd_beta)
-        return self.chained_at_label(chunk, totals, coefficients, total)
+    def at_label(self, coefficients: Coefficients, totals: Totals, beta: float) -> Tensor:
+        return label_coefficients(coefficients, totals, beta)
 
     def slices(
         self,
