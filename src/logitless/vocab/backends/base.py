@@ -184,46 +184,31 @@ class Backend(ABC):
         """What forming the gradients, slice by slice, takes beside the slices and the gradients themselves."""
         return 0
 
-    def demand(self, call: Call, gradient: bool = False) -> dict[str, int]:
-        """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths.
+    def within(self, call: Call, vocab_size: int, gradient: bool) -> tuple[dict[str, int], int]:
+        """What slices of a call take, as `slices_of` is told it, and the bytes of the heads' copies, 0 where none stay.
 
         gradient: whether the slices' gradient is formed, whose products may take another dtype than the logits'.
-        """
-        i, compute = call.inputs, call.compute
-        weights = [head.weight for head in (call.head, call.reference) if head is not None]
-        converted = sum(w.shape[1] for w in weights if converts(call, w))
-        wide = multiplied_dtype(call, call.head.weight)
-        converted += call.head.weight.shape[1] * (gradient and logits_grad_dtype(wide, compute) != wide)
-        converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
-        converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
-        return {
-            "budget": call.budget,
-            "itemsize": compute.itemsize,
-            "heads": len(weights) + (call.reference_rows is not None),
-            "converted": converted,
-        }
-
-    def within(self, call: Call, vocab_size: int, gradient: bool) -> tuple[dict[str, int], int]:
-        """`demand` of what a call's budget leaves for slices, and the bytes of the heads' copies, 0 where none stay.
-
         Copies stay on a GPU, where a weight that is converted whenever it is read is so for every chunk, twice. A
         budget of the call's own holds them; beside a default one they may take twice as much.
         """
-        demand = self.demand(call, gradient)
-        if call.inputs.hidden.device.type not in COPIES:
-            return demand, 0
-        heads = (call.head.weight, None if call.reference is None else call.reference.weight)
-        made = [(w, multiplied_dtype(call, w)) for w in heads if isinstance(w, Tensor) and converts(call, w)]
+        i, compute, asked = call.inputs, call.compute, bool(call.options.memory_budget)
+        weights = [head.weight for head in (call.head, call.reference) if head is not None]
+        made = [(w, multiplied_dtype(call, w)) for w in weights if converts(call, w)]
         wide = multiplied_dtype(call, call.head.weight)
-        if gradient and isinstance(heads[0], Tensor) and logits_grad_dtype(wide, call.compute) != wide:
-            made.append((heads[0], logits_grad_dtype(wide, call.compute)))
-        copies = sum(vocab_size * w.shape[1] * dtype.itemsize for w, dtype in made)
-        budget = demand["budget"]
-        held = copied(budget if call.options.memory_budget else budget + copies, copies)
-        if held:
-            demand["budget"] -= held if call.options.memory_budget else 0
-            demand["converted"] -= sum(w.shape[1] for w, _ in made)
-        return demand, held
+        if gradient and logits_grad_dtype(wide, compute) != wide:
+            made.append((call.head.weight, logits_grad_dtype(wide, compute)))
+        converted = sum(w.shape[1] for w, _ in made)
+        converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
+        converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
+        kept = [(w.shape[1], dtype) for w, dtype in made if isinstance(w, Tensor) and w.device.type in COPIES]
+        copies = sum(vocab_size * width * dtype.itemsize for width, dtype in kept)
+        held = copied(call.budget if asked else call.budget + copies, copies)
+        return {
+            "budget": call.budget - held * asked,
+            "itemsize": compute.itemsize,
+            "heads": len(weights) + (call.reference_rows is not None),
+            "converted": converted - sum(width for width, _ in kept) * (held > 0),
+        }, held
 
     def adds_up(self, call: Call, price: Price) -> bool:
         """Whether all that a call pays for is added up in registers, or made of what was, by one small library."""
