@@ -46,7 +46,7 @@ class Candidate:
 
     def fits(self, device: torch.device | str, logits: int, want: tuple[str, ...]) -> bool:
         """Whether it is taken for so many logits, too."""
-        return logits >= self.least_for(want) and self.serves(device)
+        return self.serves(device) and logits >= self.least_for(want)
 
 
 # In the order of preference.

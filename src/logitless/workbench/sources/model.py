@@ -381,13 +381,13 @@ def _not_floating(place: str, model: Any) -> tuple[str, str] | None:
     return None
 
 
-def check_complete(model: str, missing: Iterable[str], config: str = "config.json") -> None:
+def check_complete(model: str, missing: Iterable[str]) -> None:
     """ConfigError for a model some of whose weights its checkpoint lacks: they would be random."""
     if names := sorted(missing):
-        raise ConfigError(f"{model}: its weights lack {few(names)}, which its {config} asks for")
+        raise ConfigError(f"{model}: its weights lack {few(names)}, which its config.json asks for")
 
 
-def check_used(name: str, unused: Iterable[str], model: Any, config: str = "config.json") -> None:
+def check_used(name: str, unused: Iterable[str], model: Any) -> None:
     """ConfigError for tensors without a place that belong to the model's layers: it would be another model without.
 
     Parts that it does not have at all, such as a tower for images, and old buffers are left out as transformers does.
@@ -403,7 +403,7 @@ def check_used(name: str, unused: Iterable[str], model: Any, config: str = "conf
         return any_layer(tensor) in kinds or module in owners or another
 
     if names := sorted(tensor for tensor in set(unused).difference(tensors) if belongs(tensor)):
-        raise ConfigError(f"{name}: its weights have {few(names)}, which its {config} has no place for")
+        raise ConfigError(f"{name}: its weights have {few(names)}, which its config.json has no place for")
 
 
 def _sparse(source: ModelSource, attention: str, model: Any) -> Any:
