@@ -20,16 +20,14 @@ from .devices import autocast_dtype, capturing, default_budget, full_precision
 from .dtypes import compute_dtype, dtype_of, of_integers
 from .head.from_model import encodes, transforms_of, transforms_of_model
 from .head.lm_head import LMHead, place
-from .head.low_rank import LowRank
 from .head.peft import unwrapped
 from .head.quantised import QuantisedWeight
 from .head.shard import VocabShard, group_named, localised
-from .head.sparse import SparseBackward
 from .noise import Noise, at_a_time, gumbel
 from .passes.engine import Pass
 from .passes.max_pool import Documents, max_pool, max_pool_kept
 from .ranks.agreement import gather_rows, on_all
-from .ranks.collectives import Ranks, best_of_all, count_tokens, first_on_all, reason_of, spread, summed
+from .ranks.collectives import Ranks, best_of_all, first_on_all, reason_of, spread, summed
 from .reference import dense_cross_entropy
 from .sizing import Sizing, current_sizing, sizing
 
@@ -40,7 +38,6 @@ __all__ = [
     "Chunk",
     "Documents",
     "LMHead",
-    "LowRank",
     "Noise",
     "Options",
     "Pass",
@@ -48,7 +45,6 @@ __all__ = [
     "Ranks",
     "SamplingMask",
     "Sizing",
-    "SparseBackward",
     "Tile",
     "TokenStats",
     "VocabShard",
@@ -62,7 +58,6 @@ __all__ = [
     "check_logits",
     "check_real",
     "compute_dtype",
-    "count_tokens",
     "current_sizing",
     "default_budget",
     "dense_cross_entropy",
