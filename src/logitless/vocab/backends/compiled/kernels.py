@@ -62,11 +62,6 @@ def by_block(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
     return in_parts(reduce, z, (-1, BLOCK)) if lies_in_columns(z) else reduce(z, 1)
 
 
-def count() -> int:
-    """How many functions this process has compiled or loaded."""
-    return sum(x is not None for x in _compiled.values())
-
-
 def _of(key: Hashable, function: Function, tensors: Tensors) -> Any:
     """The compiled function and its outputs' names, None where it could not be compiled."""
     if key not in _compiled:
