@@ -582,14 +582,6 @@ class Gradients:
         while self.unwritten:
             self.unwritten.pop().zero_()
 
-    def of_chunk(self, n_tokens: int, dtype: torch.dtype) -> Gradients:
-        """The same sums for entries, and zeros for a chunk's tokens."""
-
-        def zeros(x: Tensor | None) -> Tensor | None:
-            return None if x is None else torch.zeros(n_tokens, x.shape[1], dtype=dtype, device=x.device)
-
-        return replace(self, hidden=zeros(self.hidden), lora_hidden=zeros(self.lora_hidden))
-
     @property
     def all(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias, self.lora_hidden, self.lora_b]

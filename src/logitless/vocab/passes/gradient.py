@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,7 +157,12 @@ class GradientBuffers:
 
     def chunk(self, n_tokens: int) -> Gradients:
         """The sums for entries, and zeros for a chunk's tokens."""
-        return self.gradients.of_chunk(n_tokens, self.call.compute)
+        whole, dtype = self.gradients, self.call.compute
+
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.zeros(n_tokens, x.shape[1], dtype=dtype, device=x.device)
+
+        return replace(whole, hidden=zeros(whole.hidden), lora_hidden=zeros(whole.lora_hidden))
 
     def put(self, rows: slice, grads: Gradients) -> None:
         """Write what a chunk's tokens got."""
