@@ -277,10 +277,9 @@ class Projection:
             return dz
         return dz * flatness(z, self.outer if wide else _flat(self.outer))
 
-    def flatness(self, z: Tensor) -> Tensor:
-        """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
-        assert self.outer is not None
-        return flatness(z, self.outer)
+    def flatness(self, z: Tensor) -> Tensor | None:
+        """The softcap's derivative 1 - tanh² from z, 0 at masked entries; None without a softcap."""
+        return None if self.outer is None else flatness(z, self.outer)
 
 
 class GivenLogits(Projection):

@@ -200,8 +200,8 @@ class CompiledBackend(EagerBackend):
         tensors |= {f"c.{basis}": c[basis] for basis in c}
         if tile.z_ref is not None and (RATIO | {"q"}) & c.keys():
             tensors["z_ref"] = tile.z_ref
-        if chunk.policy.outer is not None:
-            tensors["flat"] = chunk.policy.flatness(tile.z)
+        if (flat := chunk.policy.flatness(tile.z)) is not None:
+            tensors["flat"] = flat
         bases, beta = tuple(sorted(c)), chunk.jsd_beta if {"pM", "excess"} & c.keys() else 0.0
         infinite = chunk.may_be_infinite
         written = partial(_logits_grad, bases=bases, beta=beta, infinite=infinite)

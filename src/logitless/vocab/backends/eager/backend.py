@@ -58,7 +58,7 @@ class Running(Form):
             self.topk.add(tile.z, tile.v.start)
         tail = self._tail_with(tile)
         chunk.mask(tile)
-        self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
+        self.flat = chunk.policy.flatness(tile.z) if self.products else None
         self.state, mass = self.add_slice(tile)
         self.state.m_tail, self.state.s_tail = tail
         if chunk.slice_masses is not None:
@@ -278,7 +278,7 @@ class EagerBackend(Backend):
         if tile.m is not None:
             base = c.get("p", torch.zeros_like(totals.m))
             return weigh_late(tile).mul_(scale_of(base, tile.m, totals))
-        flat = chunk.policy.flatness(tile.z) if chunk.policy.outer is not None else None
+        flat = chunk.policy.flatness(tile.z)
         gap = chunk.gap(tile) if RATIO & c.keys() else None
 
         def room(name: str, like: Tensor) -> Tensor:
