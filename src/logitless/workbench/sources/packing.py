@@ -69,9 +69,13 @@ class PackedRows(Dataset):
         return PackedRows(self.stream, self.length, len(self) // rows * rows or len(self))
 
     def filled(self, rows: int) -> PackedRows:
-        """These rows and as many without a label as make their number a multiple of `rows`: ranks that must have as
-        many of them as each other would be given some twice."""
+        """These rows and as many without a label as make their number a multiple of `rows`.
+
+        Ranks that must have as many of them as each other would be given some twice.
+        """
         own, more = len(self) * self.length, -len(self) % rows * self.length
+        if not more:
+            return self
         stream = self.stream.cut(0, own)
         said = np.ones(own, bool) if stream.said is None else stream.said
         places = None if stream.rows is None else np.pad(stream.rows, (0, more))
