@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from logitless.cli.main import COMMANDS, SAID, main
+from logitless.cli.main import BEGINS, COMMANDS, ENDS, SAID, main
 from logitless.versions import installing
 from logitless.workbench.align.config import METHODS
 from logitless.workbench.common.space import OutOfSpace
@@ -58,6 +58,11 @@ def test_a_value_of_any_length_is_a_line_of_some(capsys):
     for given in (["plan", "--gpus", "x" * 5000], ["plan", "--model", f"a/{'b' * 5000}"], ["x" * 5000]):
         assert main(given) == 2
         assert 1000 < len(capsys.readouterr().err) < 1200
+    assert main(["x"]) == 2
+    rest = len(capsys.readouterr().err.removeprefix("logitless: ").strip()) - 1
+    for most, cut in ((BEGINS + ENDS, False), (BEGINS + ENDS + 1, True)):
+        assert main(["x" * (most - rest)]) == 2
+        assert (" ... " in capsys.readouterr().err) == cut
 
 
 @pytest.mark.parametrize(

@@ -259,12 +259,14 @@ def test_two_ranks_give_what_one_gives(micro, near, whole, tmp_path):
     assert same(tmp_path / "e", expected)
 
 
-def test_ranks_above_the_vocabulary_are_refused(micro, tmp_path):
+def test_ranks_above_the_vocabulary_are_refused(micro, tmp_path, monkeypatch):
     data = corpus(tmp_path / "a.jsonl", 3)
     with pytest.raises(OptionError, match=r"^--top-k must be at most the vocabulary, here 259, got 260$"):
         run(options(micro, data, tmp_path / "e", top_k=(5, 260)))
     assert not (tmp_path / "e").exists()
     assert run(options(micro, data, tmp_path / "e", top_k=(259,)))["top_k_accuracy"] == {"259": 1.0}
+    monkeypatch.setattr(EvalConfig, "top_k", (260,))  # the default, of a model that has fewer entries
+    assert run(options(micro, data, tmp_path / "f", top_k=(260,)))["top_k_accuracy"] == {"260": 1.0}
 
 
 def test_models_that_cannot_be_compared(micro, tmp_path):
