@@ -1,6 +1,7 @@
 """`logitless doctor`: what it says of this machine, and that its prices are those of the calls."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import logitless as ll
 from logitless.cli.doctor import CALLS
 from logitless.cli.main import main
 from logitless.resident import peak_bytes, reset_peak
+from logitless.units import one_unit
 from logitless.vocab.call import triton_support
 from tests.support.vocab.processors import needs_a_compiler
 from tests.support.workbench.units import assert_one_unit
@@ -61,6 +63,20 @@ def test_prices_and_slices_are_those_of_the_calls(capsys):
     assert (call["slice_tokens"], call["slice_entries"]) == (said.slices.tokens, said.slices.width)
     assert (call["buffer_bytes"], call["gradient_bytes"]) == (said.buffer_bytes, said.gradient_bytes)
     assert call["tflop"] == said.flop / 1e12
+    assert call["logits_held"]
+
+
+def test_the_table_says_what_the_json_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    calls = report(capsys, *SMALL)["calls"]
+    assert main(["doctor", *SMALL]) == 0
+    rows = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    sizes = [(c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"]) for c in calls]
+    assert any(c["saved_bytes"] for c in calls)
+    said = one_unit(nbytes for row in sizes for nbytes in row)
+    for c, of_call in zip(calls, sizes, strict=True):
+        slices = f"{c['slice_tokens']} × {c['slice_entries']}"
+        assert [c["call"], str(c["gemms"]), slices, *map(said, of_call)] in rows
 
 
 @needs_a_compiler

@@ -149,10 +149,10 @@ def test_seeds_and_batches(model, capsys):
 
 
 def test_prompts_from_files_and_standard_input(model, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_bytes("ä\nb\n".encode())
+    (tmp_path / "a.txt").write_bytes("\ufeff ä\nb \n\n".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\r\n")))
     assert sample(model, "--prompt", "first", "--prompt-file", tmp_path / "a.txt", "--json", "-") == 0
-    assert [s["prompt"] for s in told(capsys)["sequences"]] == ["first", "ä\nb"]
+    assert [s["prompt"] for s in told(capsys)["sequences"]] == ["first", " ä\nb \n"]
     assert sample(model, "--json", "-") == 0
     assert [s["prompt"] for s in told(capsys)["sequences"]] == ["from stdin"]
 

@@ -144,7 +144,7 @@ def test_nobody_can_know_where_a_file_is_begun(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    place = tmp_path / ("long" * 50 + "[x].json")
+    place = tmp_path / ("long" * 60 + "[x].json")
     left = []
     with pytest.raises(SystemExit):
         write_whole(place, lambda path: (left.append(path.parent.name), exit()))

@@ -64,8 +64,11 @@ def test_a_few_skipped_documents_are_named():
     file = io.StringIO()
     with Progress(Console(file=file, width=80)) as progress:
         names = [{"name": f"a:{i}", "why": "empty"} if i % 2 else {"name": "fine"} for i in range(40)]
-        progress.problems([{"document": i, **name} for i, name in enumerate(names)])
-    lines = file.getvalue().splitlines()
+        pieces = [{"document": i, **name} for i, name in enumerate(names)]
+        progress.problems(pieces[:22])  # eleven
+        lines = file.getvalue().splitlines()
+        progress.problems(pieces[22:])
+    assert lines == file.getvalue().splitlines()
     assert lines[0] == "skipped a:1: empty"
     assert len(lines) == 10 + 1
     assert "counted at the end" in lines[-1]

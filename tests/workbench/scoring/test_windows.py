@@ -23,6 +23,12 @@ def test_every_token_is_scored_once_and_no_window_is_too_long(n, context, stride
         assert i == 0 or w.end - w.new == (stride if i < len(found) - 1 else min(stride, w.end - w.new))
 
 
+def test_an_opening_that_is_longer_than_the_context():
+    found = list(windows(Tokens(np.arange(9), 6), 0, 4, 2))
+    assert [i for w in found for i in range(w.new, w.end)] == [6, 7, 8]
+    assert all(w.fed <= 4 for w in found)
+
+
 def test_batches_hold_windows_of_one_length_and_keep_to_their_size():
     lengths = [3, 40, 7, 7, 90, 12, 3, 41]
     found = [w for i, n in enumerate(lengths) for w in windows(Tokens(np.arange(n), 0), i, 64, 32)]
