@@ -88,7 +88,7 @@ def test_a_table_for_people_and_json_for_machines(micro_evaluated, tmp_path, cap
         (["--data", ".", "--tasks", "a"], "--data and --tasks: expected one of them"),
         (["--tasks", "a", "--against", "b"], "--against compares two models on --data"),
         (["--tasks", "a", "--batch-tokens", "64"], "--batch-tokens is of --data, got it with --tasks: leave it out"),
-        (["--tasks", "a", "--context-length", "-5"], "--context-length must be at least 2 (a token and its successor)"),
+        (["--tasks", "a", "--context-length", "1"], "--context-length must be at least 2 (a token and its successor)"),
         (["--tasks", "a", "--limit", "0"], "--limit must be at least 1"),
         (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot must be 0 or more"),
         (["--tasks", "a"], "--tasks needs lm-eval, which is not installed: pip install lm-eval"),
