@@ -8,7 +8,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.jax import LMHead, linear_cross_entropy, token_stats  # noqa: E402
+from logitless.jax import LMHead, linear_cross_entropy, linear_topk, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_cross_entropy  # noqa: E402
 from tests.support.jax.comparing import array, head_of, near, near_in_norm  # noqa: E402
 from tests.support.vocab.comparing import operands  # noqa: E402
@@ -80,6 +80,17 @@ def test_mean_over_no_token_is_zero():
     assert linear_cross_entropy(hidden[:0], head, labels[:0]) == 0
 
 
+@pytest.mark.parametrize("ignored", [-1, 3])
+def test_an_ignored_label_of_any_number(ignored):
+    """As -100 is; an id of the vocabulary, too."""
+    ops = operands((8,), v=19, dtype=torch.float32)
+    labels = np.where(ops.labels == 3, 4, ops.labels)
+    usual, own = (np.where(np.arange(8) < 3, mark, labels) for mark in (-100, ignored))
+    both, hidden, head = jax.value_and_grad(linear_cross_entropy), array(ops.hidden), head_of(ops)
+    found = both(hidden, head, own, ignore_index=ignored)
+    jax.tree.map(np.testing.assert_array_equal, found, both(hidden, head, usual))
+
+
 N, H, V = 512, 64, 8192
 MEMORY = 1 << 20  # the budget: a sixteenth of the logits, half of the head's gradient
 
@@ -106,6 +117,16 @@ def test_no_temporary_of_the_logits_size(loss, trained):
     memory = _memory(jax.grad(total, argnums=trained), hidden, head, labels)
     head_gradient = 4 * V * H if trained else 0  # neither made nor kept for a frozen head
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * MEMORY + head_gradient
+
+
+def test_few_tokens_keep_to_the_budget():
+    """Too few for a copy of the head's slices to be worth it."""
+
+    def best(hidden, head):
+        return linear_topk(hidden, head, 3, memory_budget=1 << 17)
+
+    used = _memory(best, jnp.ones((8, H)), LMHead(jnp.ones((V, H)))).temp_size_in_bytes
+    assert used < 1 << 18  # of the logits' 2¹⁸, and what is made of them
 
 
 @pytest.fixture(scope="module", params=["loss", "stats"])

@@ -1,6 +1,7 @@
 """`logitless.jax.token_stats` and `linear_topk` against the dense oracle and torch's own pass."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import logitless as ll  # noqa: E402
 from logitless.algebra.rules import COLDEST  # noqa: E402
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_token_stats  # noqa: E402
-from tests.support.jax.comparing import array, compare, head_of, near  # noqa: E402
+from tests.support.jax.comparing import array, compare, head_of, near, near_in_norm  # noqa: E402
 from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, TAIL, operands  # noqa: E402
 
 SMALL = 2000  # bytes: several chunks of tokens and several slices, both ragged
@@ -48,23 +49,68 @@ def test_streaming_against_the_oracle():
 
 @pytest.mark.parametrize(("n", "v"), [(1, 1), (1, 2), (5, 3)])
 def test_tiny_vocabularies(n, v):
-    ops = operands((n,), v=v, bias=False)
-    want = ("logprob", "logsumexp", "entropy", "rank", "max_logit")
-    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want, top_k=v)
+    ops = operands((n,), v=v, bias=False, reference=True)
+    want = ("logprob", "logsumexp", "entropy", "rank", "max_logit", "kl", "jsd")
+    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, top_k=v)
     with jax.enable_x64(True):
         compare(ops, expected, 1e-10, top_k=v)
 
 
 def test_logits_of_any_size():
-    """Rows with logits of ±1e4, and entries that a bias of -inf forbids."""
+    """Rows with logits of ±1e4, and entries that a bias of -inf forbids, a label among them."""
     ops = operands((6,), v=19, spread=3000.0)
-    ops.labels[:] = torch.tensor([0, 3, 5, 7, 11, 18])
+    ops.labels[:] = torch.tensor([0, 2, 5, 7, 11, 18])
     with torch.no_grad():
         ops.bias[[2, 9]] = -math.inf
     want = ("logprob", "logsumexp", "entropy", "rank", "sum_sq_prob")
     expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want)
     with jax.enable_x64(True):
         compare(ops, expected, 1e-10, memory_budget=SMALL)
+
+
+def test_slices_without_a_possible_entry():
+    """What both heads forbid is as if it were not there, whole slices of it, too."""
+    ops = operands((6,), v=19, reference=True)
+    ops.labels[:] = torch.arange(9, 15)
+    want = ("logprob", "logsumexp", "entropy", "rank", "sum_sq_prob", "kl", "reverse_kl", "jsd", "acceptance")
+    with torch.no_grad():
+        ops.bias[:9] = ops.ref.bias[:9] = -math.inf
+    few, of_reference = (ll.LMHead(x.weight[9:], x.bias[9:]) for x in (ops, ops.ref))
+    reference = ops.ref.hidden, of_reference
+    expected = dense_token_stats(ops.hidden, few, ops.labels - 9, want=want, reference=reference)
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, memory_budget=SMALL // 4)
+
+
+def test_a_policy_that_forbids_what_its_reference_has():
+    ops = operands((6,), v=19, reference=True)
+    ops.labels[:] = torch.arange(9, 15)
+    with torch.no_grad():
+        ops.bias[:9] = -math.inf
+    logp = (ops.hidden @ ops.weight[9:].T + ops.bias[9:]).log_softmax(-1)
+    logq = (ops.ref.hidden @ ops.ref.weight.T + ops.ref.bias).log_softmax(-1).detach()[:, 9:]
+    p, q = logp.exp(), logq.exp()
+    expected = {"kl": (p * (logp - logq)).sum(-1), "acceptance": torch.minimum(p, q).sum(-1)}
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, memory_budget=SMALL)
+
+
+def test_an_infinite_kl_that_does_not_count():
+    """Of a reference that forbids what the policy has: left out of a loss, it leaves the others their gradients."""
+    ops = operands((4,), v=7, dtype=torch.float32)
+    hidden, head = array(ops.hidden), head_of(ops)
+    reference = hidden, LMHead(head.weight, head.bias.at[2].set(-jnp.inf))
+
+    def total(want):
+        def loss(hidden, head):
+            stats = token_stats(hidden, head, array(ops.labels), want=want, reference=reference)
+            rest = jnp.where(jnp.isfinite(stats.kl), stats.kl, 0.0) if "kl" in want else 0.0
+            return (stats.entropy + rest).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(hidden, head)
+
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, total(("entropy", "kl")), total(("entropy",)))
 
 
 def test_sums_whose_logits_are_rounded_apart():
@@ -104,6 +150,20 @@ def test_bf16_operands_have_single_precision_statistics():
         np.testing.assert_allclose(np.asarray(got, np.float64), wanted.numpy(), 2**-7, 1e-2)
 
 
+def test_a_wide_head_of_narrow_hidden_states():
+    """The head's gradient has the digits of the head."""
+    ops = operands((9,), h=16, v=101, dtype=torch.float32)
+    narrow, exact = ops.hidden.bfloat16(), ops.to(torch.float64)
+    logp = (narrow.double() @ exact.weight.T + exact.bias).log_softmax(-1)
+    (wanted,) = torch.autograd.grad(logp[range(9), ops.labels].sum(), exact.weight)
+
+    def total(head):
+        hidden = array(narrow.float()).astype(jnp.bfloat16)
+        return token_stats(hidden, head, array(ops.labels)).logprob.sum()
+
+    near_in_norm(jax.grad(total)(head_of(ops)).weight, wanted, 2e-6, "weight")
+
+
 def test_all_ignored_and_no_tokens():
     ops = operands((4,), dtype=torch.float32)
     labels = jnp.full((4,), -100)
@@ -118,7 +178,7 @@ def test_all_ignored_and_no_tokens():
     assert (np.asarray(stats.top_k_ids) == -1).all()
     empty = token_stats(jnp.zeros((2, 0, 5)), head_of(ops), jnp.zeros((2, 0), int), top_k=3)
     assert empty.logprob.shape == (2, 0)
-    assert empty.top_k_ids.shape == (2, 0, 3)
+    assert (empty.top_k_ids.shape, empty.top_k_ids.dtype) == ((2, 0, 3), jnp.int32)
 
 
 def test_vmap_and_while_loop_give_the_same():
@@ -192,6 +252,25 @@ def test_another_temperature_compiles_nothing():
 
     assert compiled(0.5) > 0
     assert compiled(0.6) == 0
+
+
+def test_the_entropy_of_a_sure_token_keeps_its_digits():
+    """Of what is left of 1, which a sum with the 1 would swallow."""
+    z = -np.arange(40.0)[:, None] / 3 - 13.1
+    z[7] = 0.0
+    logp = z - np.log(np.exp(z).sum())
+    found = token_stats(jnp.ones((1, 1)), LMHead(jnp.asarray(z)), want=("entropy",), memory_budget=SMALL)
+    np.testing.assert_allclose(found.entropy, -(np.exp(logp) * logp).sum(), 1e-5)
+
+
+def test_a_temperature_of_few_digits():
+    """What is divided by it keeps those of fp32."""
+    temperature = jnp.asarray([0.3, 1.7], jnp.bfloat16)
+    of_either = (
+        token_stats(jnp.ones((2, 3)), LMHead(jnp.eye(3) * 9), want=("logsumexp",), temperature=t).logsumexp
+        for t in (temperature, temperature.astype(jnp.float32))
+    )
+    np.testing.assert_array_equal(*of_either)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0, 1e8])
