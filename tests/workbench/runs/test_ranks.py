@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from logitless.errors import RankError
+from logitless.errors import BackendError, RankError
 from logitless.workbench.common.signals import STOPPING
 from logitless.workbench.runs import ranks
 from logitless.workbench.runs.ending import Interrupted, explained
@@ -26,12 +26,25 @@ def losing():
     return ranks.lost(lambda: "--resume run goes on from step 6")
 
 
-def test_a_collective_fails():
-    with (
-        pytest.raises(RankError, match=r"rank 0 lost another rank \(Connection closed by peer\); .*from step 6"),
-        losing(),
-    ):
-        raise RuntimeError("[file.cc:12] Connection closed by peer")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting 60000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "Socket is not open",
+        "Gloo connectFullMesh failed",
+        "NCCL communicator was aborted on rank 0",
+    ],
+)
+@pytest.mark.parametrize("within_head", [False, True])
+def test_a_collective_fails(said, within_head):
+    error = RuntimeError(f"[file.cc:12] {said}")
+    if within_head:
+        error, error.__cause__ = RankError("head: expected an answer from all 2 ranks of its group"), error
+    with pytest.raises(RankError, match=rf"rank 0 lost another rank \({said}\); .*from step 6"), losing():
+        raise error
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # while this is said
 
 
@@ -76,6 +89,14 @@ def test_nothing_is_lost():
     with losing():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(RuntimeError, match="a shape"), losing():
-        raise RuntimeError("a shape")
+    for error in (RuntimeError("a shape"), RankError("ranks disagree on model: nccl"), BackendError("no socket")):
+        with pytest.raises(type(error), match=str(error)), losing():
+            raise error
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_nohup_ignores_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with losing():
+        signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -131,11 +131,12 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     except BaseException as error:
         if said:  # whatever came of it: torch's C++ raises an error of its own in its place
             raise said[0] from error
-        if not isinstance(error, RuntimeError) or isinstance(error, LogitlessError):
+        cause = error.__cause__ if isinstance(error, RankError) else error  # that a split head's collective failed
+        if not isinstance(cause, RuntimeError) or isinstance(cause, LogitlessError):
             raise
-        if not any(sign in str(error).lower() for sign in LOST):
+        if not any(sign in str(cause).lower() for sign in LOST):
             raise
-        raise RankError(told(f"lost another rank ({reason_of(error)})")) from error
+        raise RankError(told(f"lost another rank ({reason_of(cause)})")) from error
     finally:
         for number, handler in previous.items():
             if signal.getsignal(number) is ended:
