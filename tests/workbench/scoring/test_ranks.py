@@ -88,10 +88,12 @@ def test_ranks_that_would_mix_what_they_write_are_refused(micro, tmp_path, more,
     assert not (tmp_path / "out.parquet.parts").exists()
 
 
-def test_a_file_that_one_rank_alone_has(monkeypatch):
+@pytest.mark.parametrize(("here", "there"), [("absent", "of 3 bytes"), ("of 3 bytes", "absent")])
+def test_a_file_that_one_rank_alone_has(monkeypatch, here, there):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks, "_of_all", lambda mine: [mine, {**mine, "the file b.txt": "of 3 bytes"}])
-    with pytest.raises(RankError, match=r"disagree on the file b\.txt: absent on rank 0, of 3 bytes on rank 1"):
+    every = [{} if size == "absent" else {"the file b.txt": size} for size in (here, there)]
+    monkeypatch.setattr(ranks, "_of_all", lambda mine: [{**mine, **one} for one in every])
+    with pytest.raises(RankError, match=rf"disagree on the file b\.txt: {here} on rank 0, {there} on rank 1"):
         ranks.agree()
 
 

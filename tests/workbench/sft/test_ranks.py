@@ -189,5 +189,7 @@ def test_a_step_is_shared_evenly():
     assert [accumulation(8, 2, ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(OptionError, match=r"8 sequences, which 3 ranks with 2 at a time .* that divides 4"):
         accumulation(8, 2, 3)
+    with pytest.raises(OptionError, match=r"8 sequences, which 2 ranks with 3 at a time .* that divides 2$"):
+        accumulation(8, 3, 2)
     with pytest.raises(OptionError, match=r"3 groups of 2 ranks .* that divides 8 and is a multiple of 2$"):
         accumulation(8, 2, 3, 2)
