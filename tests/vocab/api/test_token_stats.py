@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import logitless as ll
 from logitless.errors import GradientError
+from logitless.vocab.reference import dense_logits
 from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, PAIRED, all_at_once, compare, operands
 
 DTYPES = [torch.float64, torch.float32]
@@ -178,6 +179,14 @@ def test_reference_with_the_same_hidden_states(backend):
     )
     ours, wanted = (torch.autograd.grad(s.kl.sum(), ops.hidden)[0] for s in (stats, exact))
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_head_beside_a_reference_where_both_like_the_label_best(backend):
+    """Differences are measured from the label's then, and their product with the head from another entry's."""
+    ops = operands(reference=True).training("hidden")
+    both = dense_logits(ops.hidden, ops.head) + dense_logits(ops.ref.hidden, ops.ref.head)
+    ops.labels = both.argmax(-1)
+    compare(ops, ("kl",), backend=backend)
 
 
 OPTIONS = st.fixed_dictionaries(

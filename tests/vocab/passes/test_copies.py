@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
+from logitless.algebra.costs import Slices
 from logitless.vocab.backends import base
+from logitless.vocab.head.quantised import QuantisedWeight
 from logitless.vocab.head.sparse import SparseBackward
 from tests.support.vocab.comparing import Operands, operands
 
@@ -67,6 +69,21 @@ def test_a_copy_is_made_once_where_it_fits(on_a_cpu_too):
         said = ll.explain(ops.hidden.detach(), ops.head, ops.labels, memory_budget=budget, backend="eager")
         assert said.copied_bytes == whole * COPY
         assert said.buffer_bytes <= max(budget, COPY)
+
+
+def test_where_no_copy_stays_slices_are_as_without_any(on_a_cpu_too, monkeypatch):
+    """One of a head has no room, and there is none of a quantised one."""
+    ops, blocks = mixed(), torch.zeros(V, 34, dtype=torch.uint8)
+    quantised = ll.LMHead(QuantisedWeight.gguf(blocks, "Q8_0", dtype=torch.bfloat16))
+    calls = (ops.hidden.detach(), ops.head, COPY), (torch.randn(40, 32), quantised, 4 * BUDGET)
+
+    def slices() -> list[Slices]:
+        options = [{"memory_budget": budget, "backend": "eager"} for *_, budget in calls]
+        return [ll.explain(*call[:2], ops.labels, **how).slices for call, how in zip(calls, options, strict=True)]
+
+    said = slices()
+    monkeypatch.setattr(base, "COPIES", ())
+    assert said == slices()
 
 
 def test_a_sparse_backward_keeps_it(on_a_cpu_too, monkeypatch):
