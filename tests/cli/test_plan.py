@@ -264,6 +264,13 @@ def test_gpus_without_a_row_are_said(given, told, capsys):
     assert [note.partition(";")[0] for note in notes if note.startswith("rows")] == [said] * told
 
 
+def test_one_token_is_one(capsys):
+    assert main(["plan", "--batch-size", "1", "--context-length", "1", "--components"]) == 0
+    out = capsys.readouterr().out
+    assert "sft · 1 × 1 token · " in out
+    assert "1 tokens" not in out
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", "--model", "qwen3-8b", "--algorithm", "ppo", "--gpus", "24GiB", "--fit"]) == 0
     assert "nothing fits" in capsys.readouterr().out

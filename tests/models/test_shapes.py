@@ -109,6 +109,17 @@ def test_published_counts(name, parameters):
     assert shape_of(name).parameters == parameters
 
 
+def test_llama_3_reaches_less_far_than_3_1():
+    assert (shape_of("llama-3-8b").name, shape_of("llama-3-8b").positions) == ("llama-3-8b", 8192)
+    assert shape_of("llama-3.1-8b").positions == 131_072
+
+
+def test_experts_that_a_family_does_not_have():
+    """Configurations that were converted name some, which transformers' class never reads."""
+    stray = {**SMALL, "model_type": "llama", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert from_config(stray, "x") == from_config({**SMALL, "model_type": "llama"}, "x")
+
+
 def test_4b_is_qwen3_4b():
     shape = shape_of("4b")
     assert ALIASES["4b"] == shape.name == "qwen3-4b"
@@ -279,6 +290,9 @@ def test_a_missing_key_is_named(key):
         from_config({**config, "model_type": "llama"}, "x")
 
 
+ROUTED = {"model_type": "qwen3_moe", **EXPERTS}
+
+
 @pytest.mark.parametrize("value", [0, -1, 2**63, 1.5, "32", True])
 def test_a_size_without_a_meaning_is_named(value):
     with pytest.raises(ConfigError, match="hidden_size must be a whole number of 1 to 2"):
@@ -293,9 +307,9 @@ def test_a_size_without_a_meaning_is_named(value):
         ({"sliding_window": "128"}, "sliding_window must be a whole number .*, got '128'$"),
         ({"sliding_window": 128, "use_sliding_window": "no"}, "use_sliding_window must be true or false, got 'no'$"),
         ({"num_key_value_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads \(3\), got 4$"),
-        ({"num_experts": 4}, "has no num_experts_per_tok; add it$"),
-        ({**EXPERTS, "mlp_only_layers": 5}, "mlp_only_layers must be a list of layers, got 5$"),
-        ({**EXPERTS, "mlp_only_layers": ["0"]}, r"mlp_only_layers must be a list of layers, got \['0'\]$"),
+        ({**ROUTED, "moe_intermediate_size": 0}, "moe_intermediate_size must be a whole number .*, got 0$"),
+        ({**ROUTED, "mlp_only_layers": 5}, "mlp_only_layers must be a list of layers, got 5$"),
+        ({**ROUTED, "mlp_only_layers": ["0"]}, r"mlp_only_layers must be a list of layers, got \['0'\]$"),
         ({"model_type": "t5"}, "transformers has no causal language model of model_type 't5'$"),
     ],
 )

@@ -27,6 +27,7 @@ class Family:
     norms: int = 2  # RMSNorms a layer, each of the hidden size
     fp32_norm: bool = False  # the norm's weight multiplies in fp32, before the cast
     rotary_by_layer: bool = False  # an older `rope_scaling` is of the layers that attend to all tokens alone
+    routes: bool = False  # has layers of experts; another family's configuration may name some and has none
     window_every: int = 0  # every n-th layer attends to all tokens, the others to a window; 0: see `window`
     defaults: dict[str, Any] = field(default_factory=dict)  # fields that published configurations leave out
 
@@ -62,9 +63,11 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         qk_norm=True, norms=4, fp32_norm=True, rotary_by_layer=True, window_every=6, defaults=_GEMMA3
     ),
-    "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "qwen2_moe": Family(qkv_bias=True, defaults=_QWEN2_MOE),
-    "qwen3_moe": Family(qk_norm=True, defaults=_QWEN3_MOE),
+    "mixtral": Family(
+        routes=True, defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "qwen2_moe": Family(qkv_bias=True, routes=True, defaults=_QWEN2_MOE),
+    "qwen3_moe": Family(qk_norm=True, routes=True, defaults=_QWEN3_MOE),
     "smollm3": Family(defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "granite": Family(),
 }
@@ -76,6 +79,7 @@ _ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, int, int]] 
     "qwen2.5-1.5b": ("qwen2", 151_936, 1536, 28, 12, 2, 128, 8960, True, 0, 32_768),
     "qwen2.5-3b": ("qwen2", 151_936, 2048, 36, 16, 2, 128, 11_008, True, 0, 32_768),
     "qwen2.5-7b": ("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, False, 0, 32_768),
+    "llama-3-8b": ("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, False, 0, 8192),
     "llama-3.1-8b": ("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, False, 0, 131_072),
     "gemma-2-2b": ("gemma2", 256_000, 2304, 26, 8, 4, 256, 9216, True, 4096, 8192),
     "gemma-2-9b": ("gemma2", 256_000, 3584, 42, 16, 8, 256, 14_336, True, 4096, 8192),
@@ -108,12 +112,12 @@ HUB = {  # where weights of a published shape are
     **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.1-8b", "3.2-1b", "3.2-3b")},
     **{f"gemma-{size}": f"google/gemma-{size}" for size in ("2-2b", "2-9b", "3-270m")},
     **{f"gemma-{size}": f"google/gemma-{size}-pt" for size in ("3-1b", "3-4b")},
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
     "mistral-7b": "mistralai/Mistral-7B-v0.3",
 }
 ALIASES = {
     "4b": "qwen3-4b",
-    "llama-3-8b": "llama-3.1-8b",  # Llama 3 and 3.1 differ in positions only
     "smollm2": "smollm2-135m",  # those of `pretrained`, by the same names
     "gemma3-270m": "gemma-3-270m",
 }
@@ -238,7 +242,7 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
         window=window,
         windowed_layers=windowed,
         **_positions(c, family),
-        **_experts(c, name, layers),
+        **(_experts(c, name, layers) if family.routes else {}),
     )
 
 

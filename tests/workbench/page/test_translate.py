@@ -101,7 +101,12 @@ def collections(a: int) -> list[object]:
 
 def text(a: int) -> str:
     name = "é<×"
-    return f"{name}: {a:,} and {a % 100:02d}, {a > 3}, {', '.join(('a', 'b'))}" + name.replace("<", ">") + str(a)
+    ends = [name.endswith("×"), name.endswith("<")]
+    return (
+        f"{name}: {a:,} and {a % 100:02d}, {a > 3}, {', '.join(('a', 'b'))}{ends[0]}{ends[1]}"
+        + name.replace("<", ">")
+        + str(a)
+    )
 
 
 def evens(limit: int) -> Iterator[int]:

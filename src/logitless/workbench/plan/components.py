@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import OptionError
 from ...models.shapes import ModelShape
-from ...units import LARGEST
+from ...units import LARGEST, plural
 from .activations import activations, merged_experts
 from .algorithms import BACKWARD, BACKWARD_END, FORWARD, LOSS, LOSS_BACKWARD, ROLLOUT, SCORING, TRAINING
 from .head import dense, logitless, soft_dense, soft_logitless
@@ -94,7 +94,7 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
         keep, held = BF16 * shape.hidden, (*held, BACKWARD_END)
     wide = per.widest * n
     what = "layers' inputs" if setting.gradient_checkpointing else "activations of the layers"
-    yield Component(what, f"{shape.layers} × {saved:,} tokens", keep * saved, held, wide)
+    yield Component(what, f"{shape.layers} × {plural(saved, 'token')}", keep * saved, held, wide)
     yield Component(
         "last norm and hidden states", f"({n:,}, {shape.hidden})", per.last * n, held[1:3], 4 * shape.hidden * n
     )
@@ -103,29 +103,31 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
             first = last_layers(setting) * BF16 * shape.hidden * n
             yield Component(
                 "first layers' inputs",
-                f"{last_layers(setting)} × {n:,} tokens",
+                f"{last_layers(setting)} × {plural(n, 'token')}",
                 first,
                 (BACKWARD_END,),
                 BF16 * shape.hidden * n,
             )
-        yield Component("a layer at work", f"{n:,} tokens", per.forward * n, (FORWARD, SCORING), wide)
-        yield Component("a layer, recomputed", f"{n:,} tokens", per.layer * n, (BACKWARD, BACKWARD_END), wide)
+        yield Component("a layer at work", plural(n, "token"), per.forward * n, (FORWARD, SCORING), wide)
+        yield Component("a layer, recomputed", plural(n, "token"), per.layer * n, (BACKWARD, BACKWARD_END), wide)
     else:
-        yield Component("a layer at work", f"{n:,} tokens", per.forward * n, (SCORING,), wide)
-        yield Component("scores at work", f"{n:,} tokens", per.scores * n, (FORWARD,), per.scores * n)
+        yield Component("a layer at work", plural(n, "token"), per.forward * n, (SCORING,), wide)
+        yield Component("scores at work", plural(n, "token"), per.scores * n, (FORWARD,), per.scores * n)
         first = last_layers(setting) * per.layer * n
-        yield Component("first layers kept", f"{last_layers(setting)} × {n:,} tokens", first, (BACKWARD_END,), wide)
+        yield Component(
+            "first layers kept", f"{last_layers(setting)} × {plural(n, 'token')}", first, (BACKWARD_END,), wide
+        )
         beyond = max(0, per.last - BF16 * shape.hidden + per.norm - per.backward) * n  # its output is gone
         widest = min(beyond, FP32 * shape.hidden * n)
         yield Component("last norm's activation gradients", "beyond a layer's", beyond, (BACKWARD,), widest)
     ends = (BACKWARD, BACKWARD_END)
-    yield Component("a layer's activation gradients", f"{n:,} tokens", per.backward * n, ends, wide)
+    yield Component("a layer's activation gradients", plural(n, "token"), per.backward * n, ends, wide)
     tables, while_there = per.tables * n, (FORWARD, LOSS, LOSS_BACKWARD, *ends)
     yield Component("rotary tables", f"(2, {n:,}, {shape.head_dim}) bf16", tables, while_there, tables // 2)
     if setting.kind.soft_tokens and setting.keeps("reward_model"):
         frozen = activations(reward_shape(setting), setting, frozen=True)
         size, widest = frozen.kept * n, frozen.widest * n
-        yield Component("reward model's activations", f"{n:,} tokens", size, (LOSS, LOSS_BACKWARD), widest)
+        yield Component("reward model's activations", plural(n, "token"), size, (LOSS, LOSS_BACKWARD), widest)
 
 
 def _experts(setting: Setting) -> Iterator[Component]:
@@ -159,7 +161,7 @@ def _rollout(setting: Setting) -> Iterator[Component]:
     tokens = setting.prompt_length * n
     per = activations(shape, setting)
     prompt = per.forward * tokens
-    yield Component("prompts in a layer", f"{tokens:,} tokens", prompt, (ROLLOUT,), per.widest * tokens)
+    yield Component("prompts in a layer", plural(tokens, "token"), prompt, (ROLLOUT,), per.widest * tokens)
     vocab = ceil_div(shape.vocab, setting.tensor_parallel)
     next_logits = n * vocab * (BF16 + 2 * FP32)
     yield Component(

@@ -28,8 +28,8 @@ def headline(setting: Setting, units: str) -> str:
     pairs = " pairs" if s.kind.sequences == 2 else ""
     split = "".join(f", {name} {n}" for name, n in (("tp", s.tensor_parallel), ("cp", s.context_parallel)) if n > 1)
     return (
-        f"{s.model.name} ({s.model.parameters:,} parameters) · {s.algorithm} · {sequences}{pairs} × {s.length:,} tokens"
-        f" · {s.gpus} × {format_bytes(s.gpu_bytes, units)} · {s.sharding}{split}"
+        f"{s.model.name} ({s.model.parameters:,} parameters) · {s.algorithm} · {sequences}{pairs} × "
+        f"{plural(s.length, 'token')} · {s.gpus} × {format_bytes(s.gpu_bytes, units)} · {s.sharding}{split}"
     )
 
 

@@ -33,7 +33,9 @@ BUILTINS = frozenset({
     "abs", "all", "any", "bool", "frozenset", "getattr", "int", "len", "list", "max", "min", "next", "set", "sorted",
     "str", "sum", "tuple", "zip",
 })  # fmt: skip
-METHODS = {"append": 1, "items": 0, "join": 1, "keys": 0, "replace": 2, "union": None, "values": 0}  # arguments
+METHODS = {  # arguments
+    "append": 1, "endswith": 1, "items": 0, "join": 1, "keys": 0, "replace": 2, "union": None, "values": 0,
+}  # fmt: skip
 RESERVED = frozenset({  # names in Python that mean something else in JavaScript
     "arguments", "await", "case", "catch", "const", "debugger", "default", "delete", "do", "enum", "eval", "export",
     "extends", "false", "function", "implements", "instanceof", "interface", "let", "new", "null", "package", "private",

@@ -105,6 +105,7 @@ const $py = (() => {
     keys: (map) => [...map.keys()],
     values: (map) => [...map.values()],
     join: (between, parts) => list(parts).map(text).join(text(between)),
+    endswith: (x, end) => text(x).endsWith(text(end)),
     replace: (x, from, to) => text(x).split(text(from)).join(text(to)),
     union: (set, ...more) => new Set([...set, ...more.flatMap(list)]),
     // records
