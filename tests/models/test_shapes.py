@@ -195,6 +195,15 @@ def test_the_largest_layer_of_a_family_outside_of_the_catalogue(kind):
     assert shape.largest_layer == pytest.approx(real, rel=0.01)
 
 
+def test_softcaps_and_states_of_a_family_outside_of_the_catalogue():
+    capped = {**SMALL, "model_type": "vaultgemma", "final_logit_softcapping": 30.0, "attn_logit_softcapping": None}
+    shape = from_config(capped, "x")
+    assert (shape.softcap, shape.attention_softcap, shape.stateful) == (True, False, False)
+    shape = from_config({**capped, "final_logit_softcapping": None, "attn_logit_softcapping": 50.0}, "x")
+    assert (shape.softcap, shape.attention_softcap) == (False, True)
+    assert from_config({**SMALL, "model_type": "jamba"}, "x").stateful
+
+
 def test_layers_that_differ_are_counted_too():
     """Gemma 4's heads have two sizes; transformers refuses to say one for the model."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 512}
@@ -256,6 +265,11 @@ def test_an_mlp_is_as_wide_as_its_configuration_says_by_any_name(fields, width):
             {"model_type": "qwen3_next", **EXPERTS, "shared_expert_intermediate_size": 40, "intermediate_size": 16},
             (3, 4, 2, 24, 40),
         ),
+        (  # every second layer, from the second on
+            {"model_type": "jamba", "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1},
+            (1, 4, 2, 48, 0),
+        ),
+        ({"model_type": "doge", "num_experts": 4, "num_experts_per_tok": 2}, (0, 4, 2, 48, 0)),  # is_moe is false
         ({"model_type": "gpt_neox", "num_experts_per_tok": 2}, (0, 0, 0, 0, 0)),  # of no expert
         ({"model_type": "exaone_moe", **EXPERTS, "first_k_dense_replace": 9}, (0, 4, 2, 24, 24)),  # of three layers
     ],

@@ -14,6 +14,7 @@ import tyro
 
 from ..errors import OptionError
 from ..models.catalog import shape_of
+from ..models.shapes import ModelShape
 from ..units import LARGEST, parse_bytes
 from ..workbench.common.files import check_outputs, write_whole
 from ..workbench.common.options import (
@@ -132,11 +133,11 @@ class PlanConfig:
         prompt, response = self.lengths()
         same = {f.name for f in fields(Setting)} & {f.name for f in fields(self)}
         given = {name: getattr(self, name) for name in same}
-        given |= {"model": shape_of(self.model), "gpus": count, "gpu_bytes": size}
+        given |= {"model": _shape(self.model, self.lora_rank), "gpus": count, "gpu_bytes": size}
         given |= {"prompt_length": prompt, "response_length": response}
         given["reserve"] = parse_bytes(self.reserve, "--reserve", least=0)
         given["memory_budget"] = budget_bytes(self.memory_budget)
-        given |= {name: shape_of(given[name]) for name in SHAPES if given[name] is not None}
+        given |= {name: _shape(given[name]) for name in SHAPES if given[name] is not None}
         return Setting(**given).check()
 
     def lengths(self) -> tuple[int, int]:
@@ -151,6 +152,16 @@ class PlanConfig:
             return 0, self.context_length
         given = self.prompt_length, self.response_length
         return given[0] if given[0] is not None else prompt, given[1] if given[1] is not None else response
+
+
+def _shape(name: str, rank: int = 0) -> ModelShape:
+    """The shape by a name; of a family outside of the catalogue with what its own layers and adapters take."""
+    shape = shape_of(name)
+    if not shape.uncounted:
+        return shape
+    from ..workbench.plan.own_layers import as_traced  # torch and transformers, as for its parameters
+
+    return as_traced(shape, rank)
 
 
 def parse_gpus(text: str) -> tuple[int, int]:

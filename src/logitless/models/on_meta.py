@@ -41,8 +41,21 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     text = full.get_text_config()
     first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # whose layers differ
     head = model.get_output_embeddings()
-    shape = _llama_like(first, name, head is not None and head.weight is model.get_input_embeddings().weight)
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    shape = replace(_llama_like(first, name, tied), stateful=bool(getattr(model, "_is_stateful", False)))
+    shape = replace(shape, moe_layers=_routed(model, shape))
     return replace(shape, uncounted=parameters - shape.parameters)
+
+
+def _routed(model: Any, shape: ModelShape) -> int:
+    """How many layers hold experts: matrices in a stack, or a list of modules."""
+    from torch.nn import ModuleList
+
+    def holds(module: Any) -> bool:
+        stacked = any(p.dim() == 3 and len(p) == shape.experts for p in module.parameters(recurse=False))
+        return stacked or (isinstance(module, ModuleList) and len(module) == shape.experts)
+
+    return min(shape.moe_layers, sum(map(holds, model.modules())))
 
 
 def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
@@ -63,6 +76,8 @@ def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
         mlp=_width(config, *MLP_WIDTHS) or 4 * hidden,
         tied=tied,
+        softcap=bool(getattr(config, "final_logit_softcapping", None)),
+        attention_softcap=bool(getattr(config, "attn_logit_softcapping", None)),
         positions=reach(config) or 0,
         stretches=plain(getattr(config, "rope_parameters", None)),
         **_experts(config, layers),
@@ -87,6 +102,6 @@ def _experts(config: Any, layers: int) -> dict[str, Any]:
     shared = _width(config, "shared_expert_intermediate_size")
     return {
         **sizes,
-        "moe_layers": max(0, layers - _width(config, "first_k_dense_replace")),
+        "moe_layers": layers,
         "shared_mlp": shared or _width(config, "n_shared_experts", "num_shared_experts") * sizes["expert_mlp"],
     }

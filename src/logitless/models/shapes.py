@@ -10,6 +10,19 @@ BLOCK, STRIDE, SELECTED = NSAOptions.block, NSAOptions.stride, NSAOptions.select
 
 
 @dataclass(frozen=True)
+class Traced:
+    """Bytes per token that layers take, 0: not known; `scores`: for each token of the sequence, where made whole."""
+
+    kept: int = 0  # by all layers for their backward pass
+    layer: int = 0  # by the largest
+    work: int = 0  # at work in it beyond that
+    kept_scores: int = 0
+    layer_scores: int = 0
+    work_scores: int = 0
+    rank: int = 0  # of the adapters that they had; 0: all was trained
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder; counts are exact for `transformers`' class of the same model_type."""
 
@@ -40,6 +53,8 @@ class ModelShape:
     adapted_experts: bool = False  # PEFT adapts the experts and their router, and then no dense MLP beside them
     sparse: bool = False  # native sparse attention, with blocks of the usual sizes
     uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
+    traced: Traced = Traced()  # what the layers of such a family take
+    stateful: bool = False  # layers carry a state from token to token, as Mamba's and linear attention's do
     positions: int = 0  # the longest context that they reach; 0: not stated
     stretches: bool = False  # whether --rope-scaling takes the positions further
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from logitless.errors import OptionError
 from logitless.models.catalog import from_config, shape_of
+from logitless.models.shapes import Traced
 from logitless.units import format_bytes
 from logitless.workbench.plan.plan import Plan, both
 from logitless.workbench.plan.plots import category
@@ -32,7 +33,11 @@ EXPERTS = from_config(
     "experts <b>",
 )
 ADAPTED = replace(EXPERTS, name="adapted", shared_mlp=0, adapted_experts=True)
-MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS, ADAPTED]
+OWN = replace(
+    shape_of("llama-3.1-8b"), name="own", uncounted=5, traced=Traced(9_000_000, 300_000, 70_000), stateful=True
+)
+SCORED = replace(EXPERTS, name="scored", uncounted=-5, traced=Traced(900_000, 50_000, 9000, 700, 30, 60, rank=16))
+MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS, ADAPTED, OWN, SCORED]
 LENGTHS = (1, 777, 131_072, 1 << 40)  # the last takes bytes past 2^53
 KNOBS: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in CHOICES.items() if name not in ("algorithm", "sharding")},

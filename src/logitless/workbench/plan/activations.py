@@ -7,7 +7,7 @@ adapters keep their own copy of it, in fp32. Tests hold these numbers against wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...models.shapes import BLOCK, SELECTED, STRIDE, ModelShape
 from .setting import Setting, ceil_div
@@ -33,7 +33,36 @@ class Activations:
 
 
 def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Activations:
-    """`frozen`: gradient flows through the model but none of its weights is trained, nor adapters."""
+    """`frozen`: gradient flows through the model but none of its weights is trained, nor adapters.
+
+    Where a trace says what the layers take, all but scores is in proportion to it.
+    """
+    traced = shape.traced
+    if not traced.kept:
+        return _of_sizes(shape, setting, frozen)
+    eager = replace(setting, attention="eager")
+    fused = _of_sizes(shape, replace(setting, attention="flash"), frozen)
+    same = _of_sizes(shape, Setting(shape, lora_rank=traced.rank))
+    planned = _of_sizes(shape, eager if traced.kept_scores else setting, frozen)
+
+    def of(rate: int, scores: int, known: int, flat: int, alike: int) -> int:
+        whole = ceil_div(scores * setting.length, setting.tensor_parallel) or known - flat
+        return ceil_div(flat * rate, alike) + whole
+
+    layer = of(traced.layer, traced.layer_scores, planned.layer, fused.layer, same.layer)
+    work = of(traced.work, traced.work_scores, planned.backward, fused.backward, same.backward)
+    return replace(
+        planned,
+        kept=of(traced.kept, traced.kept_scores, planned.kept, fused.kept, same.kept),
+        layer=layer,
+        forward=min(planned.forward, layer + work),
+        backward=work,
+        scores=min(planned.scores, work),
+    )
+
+
+def _of_sizes(shape: ModelShape, setting: Setting, frozen: bool = False) -> Activations:
+    """As a Llama's layers of these sizes, or a Mixtral's where they route."""
     rank = 0 if frozen else setting.lora_rank
     trained = not frozen and not rank
     attention = _attention(shape, setting, trained, rank)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ...models.shapes import ModelShape
 from ...units import format_bytes, one_unit, plural
 from ..common.tables import columns
 from .commands import FILLED_IN, flags, hint, planned, with_its_own_step
@@ -81,9 +82,24 @@ def notes(setting: Setting) -> list[str]:
     if kind.soft_tokens:
         found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
     if setting.model.uncounted:
-        like = "Mixtral" if setting.model.moe_layers else "Llama"
-        found.append(f"{setting.model.name}: parameters counted by transformers; activations as of a {like}'s layers")
+        found.append(f"{setting.model.name}: parameters counted by transformers; {_activations_of(setting.model)}")
     return found
+
+
+def _activations_of(shape: ModelShape) -> str:
+    """Where the activations of a family outside of the catalogue come from, and where they are not what a GPU has."""
+    traced = shape.traced
+    if not traced.kept:
+        like = "Mixtral" if shape.moe_layers else "Llama"
+        low = ", far too few for layers that carry a state: measure a real run" if shape.stateful else ""
+        return f"its layers cannot be traced, so activations as of a {like}'s{low}"
+    if shape.stateful:
+        return "activations as traced of its own layers, which carry a state: kernels for it (fla, mamba-ssm) keep less"
+    if traced.kept_scores:
+        return (
+            "activations as traced of its own layers, whose attention makes scores whole unless a kernel is installed"
+        )
+    return "activations as traced of its own layers"
 
 
 def verdict(plan: Plan, size: Callable[[int], str]) -> str:

@@ -118,8 +118,11 @@ def had_a_step(optimizer: torch.optim.Optimizer) -> None:
 
 def traced(step: Step, device: str = "gpu") -> Recording:
     """The step on fake tensors, as `device` ("gpu" or "cpu") would run it. Raises ConfigError, OptionError."""
-    step.check()
-    model = build(step)
+    return recorded(step.check(), build(step), device)
+
+
+def recorded(step: Step, model: nn.Module, device: str = "gpu") -> Recording:
+    """The step of a model that was built for it. Raises ConfigError, OptionError."""
     try:
         with trace(model, device=device, batch=(step.batch_size, step.context_length)) as t:
             run(step, model, t.device)
