@@ -39,5 +39,5 @@ def test_what_is_told_while_a_block_is_scored(micro):
     )
     assert told == [(30, 0.5), (20, pytest.approx(50 / 60)), (10, 1.0)]
     assert [piece["scored"] for piece in scored.pieces] == [30, 20, 0, 0, 10]
-    assert [piece["nats"] for piece in scored.pieces] == [30.0, 20.0, 0.0, 0.0, 10.0]
+    assert repr([piece["nats"] for piece in scored.pieces]) == "[30.0, 20.0, 0.0, 0.0, 10.0]"  # -0.0 of none
     assert [piece["bytes"] for piece in scored.pieces] == [30, 20, 0, 0, 10]
