@@ -105,6 +105,8 @@ def test_one_size_of_another_shape_may_be_left_out(keep):
 def test_sizes_of_other_tokens(sizes):
     with pytest.raises(ShapeError, match=r"^record\.reshape: expected .*, got .+$"):
         SampleRecord.empty((2, 3), keep=4, vocab_size=V).reshape(*sizes)
+    with pytest.raises(ShapeError, match=r"of 0 tokens, one of them -1 at most, got \(-1, 0\)"):
+        SampleRecord.empty((0, 3), keep=4, vocab_size=V).reshape(-1, 0)
 
 
 def test_a_record_of_no_shape_or_vocabulary():

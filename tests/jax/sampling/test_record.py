@@ -85,6 +85,8 @@ def test_one_size_of_another_shape_may_be_left_out(keep):
 def test_sizes_of_other_tokens(sizes):
     with pytest.raises(ShapeError, match=r"^record\.reshape: expected .*, got .+$"):
         numbered((2, 3), 4).reshape(*sizes)
+    with pytest.raises(ShapeError, match=r"of 0 tokens, one of them -1 at most, got \(-1, 0\)"):
+        numbered((0, 3), 4).reshape(-1, 0)
 
 
 @pytest.mark.parametrize("shape", [4, None, "ab", (-1,), (2.0,), (True,), ((2,), 3)])
