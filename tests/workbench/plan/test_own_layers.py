@@ -78,6 +78,14 @@ def test_adapters_are_traced_too(kind, tmp_path):
     held(saved(tmp_path, kind), 4096, lora_rank=8)
 
 
+def test_scores_of_short_sequences_are_few(tmp_path):
+    path = saved(tmp_path, "gpt_oss")
+    planned = plan(Setting(as_traced(shape_of(path)), batch_size=64, response_length=64, optimizer="none"))
+    assert min(component.nbytes for component in planned.components) > 0
+    found = traced(Step(path, 64, 64, optimizer="none"))
+    assert math.isclose(planned.peak, found.peak.nbytes, rel_tol=0.15)
+
+
 @pytest.mark.slow
 def test_scores_come_on_top(tmp_path):
     held(saved(tmp_path, "starcoder2"), 2048, attention="eager")

@@ -51,6 +51,8 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
 
     layer = of(traced.layer, traced.layer_scores, planned.layer, fused.layer, same.layer)
     work = of(traced.work, traced.work_scores, planned.backward, fused.backward, same.backward)
+    if traced.work_scores:  # of a short sequence they are not what is most at work
+        work = max(work, fused.backward)
     return replace(
         planned,
         kept=of(traced.kept, traced.kept_scores, planned.kept, fused.kept, same.kept),
