@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from logitless.models.catalog import shape_of
+from logitless.models.shapes import Traced
+from logitless.units import format_bytes
 from logitless.workbench.plan.own_layers import as_traced
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.report import notes
@@ -95,7 +98,6 @@ def test_scores_come_on_top(tmp_path):
     ("kind", "said"),
     [
         ("starcoder2", "activations as traced of its own layers"),
-        ("qwen3_5_text", "of its own layers, which carry a state: kernels for it (fla, mamba-ssm) keep less"),
         ("gpt_oss", "of its own layers, whose attention makes scores whole unless a kernel is installed"),
     ],
 )
@@ -103,6 +105,16 @@ def test_where_activations_come_from_is_said(kind, said, tmp_path):
     (note,) = notes(Setting(as_traced(shape_of(saved(tmp_path, kind)))))
     assert "parameters counted by transformers; activations as traced" in note
     assert note.endswith(said)
+
+
+def test_what_kernels_for_a_state_would_leave_is_said_too(tmp_path):
+    shape = as_traced(shape_of(saved(tmp_path, "qwen3_5_text")))
+    setting = Setting(shape, response_length=2048)
+    (note,) = notes(setting)
+    assert "which carry a state, without kernels for it (fla, mamba-ssm); these keep far less" in note
+    alike = plan(replace(setting, model=replace(shape, traced=Traced()))).peak
+    assert note.endswith(f"of a Llama's layers of its sizes, logitless would take {format_bytes(alike)}")
+    assert alike < plan(setting).peak / 2
 
 
 def test_layers_whose_work_depends_on_their_data_are_as_a_mixtrals(tmp_path):

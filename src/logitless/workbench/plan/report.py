@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ...models.shapes import ModelShape
+from ...models.shapes import Traced
 from ...units import format_bytes, one_unit, plural
 from ..common.tables import columns
 from .commands import FILLED_IN, flags, hint, planned, with_its_own_step
 from .components import Component
 from .fit import Fit
-from .plan import Plan
+from .plan import Plan, both
 from .setting import Setting
 from .states import trained_parameters
 
@@ -82,20 +82,24 @@ def notes(setting: Setting) -> list[str]:
     if kind.soft_tokens:
         found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
     if setting.model.uncounted:
-        found.append(f"{setting.model.name}: parameters counted by transformers; {_activations_of(setting.model)}")
+        found.append(f"{setting.model.name}: parameters counted by transformers; {_activations_of(setting)}")
     return found
 
 
-def _activations_of(shape: ModelShape) -> str:
+def _activations_of(setting: Setting) -> str:
     """Where the activations of a family outside of the catalogue come from, and where they are not what a GPU has."""
-    traced = shape.traced
-    if not traced.kept:
-        like = "Mixtral" if shape.moe_layers else "Llama"
+    shape = setting.model
+    like = "Mixtral" if shape.moe_layers else "Llama"
+    if not shape.traced.kept:
         low = ", far too few for layers that carry a state: measure a real run" if shape.stateful else ""
         return f"its layers cannot be traced, so activations as of a {like}'s{low}"
     if shape.stateful:
-        return "activations as traced of its own layers, which carry a state: kernels for it (fla, mamba-ssm) keep less"
-    if traced.kept_scores:
+        alike = both(replace(setting, model=replace(shape, traced=Traced())))[1]
+        return (
+            "activations as traced of its own layers, which carry a state, without kernels for it (fla, mamba-ssm); "
+            f"these keep far less: of a {like}'s layers of its sizes, logitless would take {format_bytes(alike.peak)}"
+        )
+    if shape.traced.kept_scores:
         return (
             "activations as traced of its own layers, whose attention makes scores whole unless a kernel is installed"
         )
