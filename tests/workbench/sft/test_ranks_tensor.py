@@ -152,8 +152,11 @@ def test_layouts():
             Layout.of(config, ranks)
     with pytest.raises(OptionError, match=r"--tensor-parallel 2 and --context-parallel 3: expected .* that 6 divides"):
         Layout.of(replace(config, context_parallel=3), 8)
-    with pytest.raises(OptionError, match="2 ranks hold the same part of each matrix, which needs --sharding fsdp2"):
-        Layout.of(TrainConfig(tensor_parallel=2), 4)
+    for context in (1, 2):
+        with pytest.raises(OptionError, match="2 ranks hold the same part of each matrix, which needs --sharding"):
+            Layout.of(TrainConfig(tensor_parallel=2, context_parallel=context), 4)
+    assert [Layout(data=2, fsdp=fsdp).whole for fsdp in (False, True)] == [True, False]
+    assert [Layout(data=2, context=n).shares for n in (1, 2)] == [False, True]
 
 
 def test_whole_weights_do_not_go_on_in_parts(micro, tmp_path, unmeasured):
