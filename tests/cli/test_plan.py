@@ -309,6 +309,16 @@ def test_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_trace_of_layers_without_kernels_asks_for_none(tmp_path):
+    """In a process of its own: transformers says once what it would have installed."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
+    line = [sys.executable, "-m", "logitless", "plan", "--model", str(tmp_path), "--context-length", "64"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "activations as traced of its own layers" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize("algorithm", CHOICES["algorithm"])
 @pytest.mark.parametrize("model", ["4b", "gemma-2-2b"])
 def test_every_algorithm(algorithm, model, capsys):

@@ -159,9 +159,15 @@ def _shape(name: str, rank: int = 0) -> ModelShape:
     shape = shape_of(name)
     if not shape.uncounted:
         return shape
-    from ..workbench.plan.own_layers import as_traced  # torch and transformers, as for its parameters
+    from ..workbench.common.say import quiet  # torch and transformers, as for its parameters
+    from ..workbench.plan.own_layers import as_traced
+    from ..workbench.runs.progress import working
+    from .screen import Screen
 
-    return as_traced(shape, rank)
+    quiet()  # of kernels that are to be installed where a model runs
+    with working(Screen(stderr=True)) as tell:
+        tell(f"tracing the layers of {name}")
+        return as_traced(shape, rank)
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
