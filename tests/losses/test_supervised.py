@@ -83,7 +83,10 @@ def test_dft_treats_its_weight_as_a_constant():
     loss = losses.dft(impossible)
     assert loss.tolist() == pytest.approx([0.0, math.exp(-1)])
     assert torch.autograd.grad(loss.sum(), impossible)[0].tolist() == pytest.approx([0.0, -math.exp(-1)])
-    assert losses.dft(torch.tensor(math.nan)).isnan()
+    unknown = torch.tensor(math.nan, requires_grad=True)
+    losses.dft(unknown).backward()
+    assert losses.dft(unknown).isnan()
+    assert unknown.grad.isnan()
 
 
 def test_bad_options_are_named():

@@ -40,9 +40,10 @@ from .output import deliver
 if TYPE_CHECKING:
     from rich.console import Console
 
-DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant, nothing is loaded.
+DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, nothing is loaded.
 
-Prints what each GPU holds, phase by phase, with dense logits and without them."""
+Instant for models of the catalogue; others' layers are traced, which takes some seconds. Prints what each GPU holds,
+phase by phase, with dense logits and without them."""
 DEFAULT_LENGTHS = {"sft": (0, 2048)}  # prompt, response
 SHAPES = ("critic_shape", "reward_shape")
 AT_WORK = (512, 1024)
@@ -157,7 +158,7 @@ class PlanConfig:
 def _shape(name: str, rank: int = 0) -> ModelShape:
     """The shape by a name; of a family outside of the catalogue with what its own layers and adapters take."""
     shape = shape_of(name)
-    if not shape.uncounted:
+    if shape.in_catalog:
         return shape
     from ..workbench.common.say import quiet  # torch and transformers, as for its parameters
     from ..workbench.plan.own_layers import as_traced

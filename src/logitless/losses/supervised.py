@@ -73,4 +73,4 @@ def dft(logprob: Tensor) -> Tensor:
     Reads `logprob`; 0 for an impossible label, the limit, where the product above is 0 · inf. Wu et al., "On the
     Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification", arXiv:2508.05629.
     """
-    return -logprob.detach().exp() * logprob.clamp_min(torch.finfo(logprob.dtype).min)
+    return -logprob.detach().exp() * logprob.masked_fill(logprob == -torch.inf, torch.finfo(logprob.dtype).min)

@@ -44,7 +44,7 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     shape = replace(_llama_like(first, name, tied), stateful=bool(getattr(model, "_is_stateful", False)))
     shape = replace(shape, moe_layers=_routed(model, shape))
-    return replace(shape, uncounted=parameters - shape.parameters)
+    return replace(shape, uncounted=parameters - shape.parameters, in_catalog=False)
 
 
 def _routed(model: Any, shape: ModelShape) -> int:

@@ -52,7 +52,8 @@ class ModelShape:
     shared_mlp: int = 0  # width of the expert that every token passes
     adapted_experts: bool = False  # PEFT adapts the experts and their router, and then no dense MLP beside them
     sparse: bool = False  # native sparse attention, with blocks of the usual sizes
-    uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
+    in_catalog: bool = True  # False: of a family that only transformers knows
+    uncounted: int = 0  # parameters of such a one beyond this arithmetic
     traced: Traced = Traced()  # what the layers of such a family take
     stateful: bool = False  # layers carry a state from token to token, as Mamba's and linear attention's do
     positions: int = 0  # the longest context that they reach; 0: not stated

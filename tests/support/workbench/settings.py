@@ -34,9 +34,16 @@ EXPERTS = from_config(
 )
 ADAPTED = replace(EXPERTS, name="adapted", shared_mlp=0, adapted_experts=True)
 OWN = replace(
-    shape_of("llama-3.1-8b"), name="own", uncounted=5, traced=Traced(9_000_000, 300_000, 70_000), stateful=True
+    shape_of("llama-3.1-8b"),
+    name="own",
+    in_catalog=False,
+    uncounted=5,
+    traced=Traced(9_000_000, 300_000, 70_000),
+    stateful=True,
 )
-SCORED = replace(EXPERTS, name="scored", uncounted=-5, traced=Traced(900_000, 50_000, 9000, 700, 30, 60, rank=16))
+SCORED = replace(
+    EXPERTS, name="scored", in_catalog=False, uncounted=-5, traced=Traced(900_000, 50_000, 9000, 700, 30, 60, rank=16)
+)
 MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS, ADAPTED, OWN, SCORED]
 LENGTHS = (1, 777, 131_072, 1 << 40)  # the last takes bytes past 2^53
 KNOBS: dict[str, tuple[Any, ...]] = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from logitless.cli.plan import PlanConfig
 from logitless.models.catalog import shape_of
 from logitless.models.shapes import Traced
 from logitless.units import format_bytes
@@ -40,6 +41,7 @@ FAMILIES = {
     "phimoe": {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
     "gpt_oss": {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
     "starcoder2": SIZES,
+    "phi3": SIZES,  # whose parameters are as many as a Llama's
     "lfm2": {**SIZES, "full_attn_idxs": [2, 5], "conv_bias": False},
     "qwen3_5_text": {**SIZES, **LINEAR, "layer_types": ["full_attention", *5 * ["linear_attention"]]},
 }
@@ -55,7 +57,8 @@ def held(path: str, tokens: int, **same) -> None:
     """A plan's peaks, over all and at the loss, to those of a trace; with checkpointing masks decide the second."""
     same = {"optimizer": "none", "memory_budget": 1 << 20, **same}
     found = traced(Step(path, tokens, **same))
-    shape = as_traced(shape_of(path), same.get("lora_rank", 0))
+    shape = PlanConfig(model=path, lora_rank=same.get("lora_rank", 0)).setting().model
+    assert shape.traced.kept
     planned = plan(Setting(shape, batch_size=1, response_length=tokens, **same))
     at_loss = {stage.name: stage.peak for stage in found.stages}["loss"]
     assert math.isclose(planned.peak, found.peak.nbytes, rel_tol=0.1)
@@ -98,11 +101,12 @@ def test_scores_come_on_top(tmp_path):
     ("kind", "said"),
     [
         ("starcoder2", "activations as traced of its own layers"),
+        ("phi3", "activations as traced of its own layers"),
         ("gpt_oss", "of its own layers, whose attention makes scores whole unless a kernel is installed"),
     ],
 )
 def test_where_activations_come_from_is_said(kind, said, tmp_path):
-    (note,) = notes(Setting(as_traced(shape_of(saved(tmp_path, kind)))))
+    (note,) = notes(PlanConfig(model=saved(tmp_path, kind)).setting())
     assert "parameters counted by transformers; activations as traced" in note
     assert note.endswith(said)
 

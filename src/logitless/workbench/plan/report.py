@@ -81,7 +81,7 @@ def notes(setting: Setting) -> list[str]:
         found.append("adapters of experts: PEFT merges them into a copy of all of a layer's experts at each pass")
     if kind.soft_tokens:
         found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
-    if setting.model.uncounted:
+    if not setting.model.in_catalog:
         found.append(f"{setting.model.name}: parameters counted by transformers; {_activations_of(setting)}")
     return found
 
