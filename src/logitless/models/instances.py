@@ -11,11 +11,7 @@ from .catalog import fields_of, from_config
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 UNLIKE = ("attn_logit_softcapping", "sinks", "attention_chunk_size")
-DECODERS = (
-    "gpt_neox",
-    "gpt_neox_japanese",
-    "evolla",
-)  # beside encoders, the only configurations that call themselves none
+DECODERS = ("gpt_neox", "gpt_neox_japanese", "evolla")  # whose configurations say that they are none
 BOTH_WAYS = ("cpmant", "xlnet")  # whose attention has no direction, which their configurations do not say
 DIRECTIONS = ("causal", "is_causal")  # what others call it
 
@@ -48,8 +44,8 @@ def config_of(values: Any, name: str) -> Any:
 
 def sees_ahead(config: Any) -> bool:
     """Whether tokens see those that follow them, as an encoder's do, also where a decoder reads it."""
-    encodes = getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
-    encodes = encodes or getattr(config, "is_encoder_decoder", False)
+    alone = getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
+    encodes = alone or getattr(config, "is_encoder_decoder", False)
     said = any(getattr(config, name, True) is False for name in DIRECTIONS)
     of_gemma = getattr(config, "use_bidirectional_attention", None) is True
     return encodes or said or of_gemma or config.model_type in BOTH_WAYS

@@ -42,8 +42,8 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # whose layers differ
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
-    shape = replace(_llama_like(first, name, tied), stateful=bool(getattr(model, "_is_stateful", False)))
-    shape = replace(shape, moe_layers=_routed(model, shape))
+    shape = _llama_like(first, name, tied)
+    shape = replace(shape, moe_layers=_routed(model, shape), stateful=bool(getattr(model, "_is_stateful", False)))
     return replace(shape, uncounted=parameters - shape.parameters, in_catalog=False)
 
 

@@ -38,7 +38,7 @@ def as_traced(shape: ModelShape, rank: int = 0) -> ModelShape:
         once, twice = (
             _taken(recorded(replace(step, context_length=n), model), name, counts) for n in (tokens, 2 * tokens)
         )
-    except ConfigError:  # what they do depends on their data
+    except ConfigError:  # what they do depends on their data, or adapters do not run in them
         return shape
     rates = [_rates(*pair, tokens, shape.stateful) for pair in zip(once, twice, strict=True)]
     (kept, kept_scores), (layer, layer_scores), (work, work_scores) = rates
