@@ -4,7 +4,8 @@ The public names of `logitless` come first; the rest is for whoever reads a pass
 """
 
 from .api import TokenStats, explain, linear_cross_entropy, token_loss, token_stats
-from .backends.base import Accumulated, Chunk, Tile
+from .backends.base import Accumulated
+from .backends.chunk import Chunk, Tile
 from .backends.compiled.search import search_of
 from .backends.eager.topk import keep_topk
 from .backends.load import load

@@ -5,7 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.errors import LabelError
-from logitless.vocab.backends.base import Chunk
+from logitless.vocab.backends.chunk import Chunk
 from logitless.vocab.call import call as calls
 from logitless.vocab.passes import engine
 from tests.support.vocab.comparing import operands

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Chunk, Scratch, Tile
+from .chunk import Chunk, Scratch, Tile
 from .logits import Factor, Projection, of_tokens
 
 

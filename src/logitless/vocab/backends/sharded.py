@@ -14,7 +14,8 @@ from ..call.call import Call
 from ..head.shard import VocabShard
 from ..ranks.agreement import layout_of
 from ..ranks.collectives import Ranks, in_order
-from .base import Accumulated, Backend, Chunk, Gradients, Partial
+from .base import Accumulated, Backend, Gradients, Partial
+from .chunk import Chunk
 
 
 class ShardedBackend(Backend):

@@ -14,10 +14,12 @@ from torch import Tensor
 from ...algebra.costs import Price
 from ...algebra.online_softmax import Totals, put_tail_label, widen
 from ...algebra.stats import STATISTICS, looks_twice, sums_of
-from ..backends.base import Accumulated, Backend, Chunk, Scratch, Skip, p_alone, put_second_sums
+from ..backends.base import Accumulated, Backend, p_alone, put_second_sums
+from ..backends.chunk import Chunk, Scratch
 from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
+from ..backends.skip import Skip
 from ..call.call import Call, Needs, blank_of
 from ..devices import full_precision
 from ..sizing import current_sizing
@@ -70,7 +72,7 @@ class Pass:
         first, self._first = self._first, None
         if first is not None and first[0] == rows:
             return first
-        chunk = Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
+        chunk = Chunk.of(self.call, rows, self.slices, self.scratch, self.backend.few_rows)
         chunk.stays = self.price.materialised
         return rows, chunk
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...algebra.online_softmax import Totals
 from ...algebra.stats import Coefficients, coefficients_of
-from ..backends.base import Accumulated, Backend, Chunk, Gradients
+from ..backends.base import Accumulated, Backend, Gradients
+from ..backends.chunk import Chunk
 from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Needs
 from ..ranks.collectives import Ranks

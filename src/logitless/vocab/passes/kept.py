@@ -16,7 +16,8 @@ from torch import Tensor
 from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import Totals, difference
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
-from ..backends.base import Backend, Chunk, Scratch, put_second_sums
+from ..backends.base import Backend, put_second_sums
+from ..backends.chunk import Chunk, Scratch
 from ..backends.logits import Projection
 from ..backends.sets import Entries, Logits
 from ..call.call import Call, Needs
@@ -99,7 +100,7 @@ class KeptPass:
                 start,
                 None if labels_at is None else _less(labels_at[rows], start),
             )
-            yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend), entries
+            yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend.few_rows), entries
 
     def logits(self, projection: Projection, entries: Entries) -> Tensor:  # (M,)
         """The logits of the entries, which ranks that share the head have a part of each."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...algebra.costs import Price, Slices
 from ...upstream import check_upstream
-from ..backends.base import Chunk, Scratch
+from ..backends.chunk import Chunk, Scratch
 from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, storable
 from ..ranks.agreement import gather_rows
@@ -82,7 +82,7 @@ def pool(call: Call, documents: Documents, take: Callable[[Pooled], None]) -> No
         d, longest = rows.shape
         width = max(1, min(slices.width, slices.width * slices.tokens // longest))
         here = replace(call, index=rows.reshape(-1))
-        chunk = Chunk.of(here, slice(0, d * longest), replace(slices, width=width), scratch, backend)
+        chunk = Chunk.of(here, slice(0, d * longest), replace(slices, width=width), scratch, backend.few_rows)
         values = scratch.take("maxima", (d, size))
         places = torch.empty(d, size, dtype=torch.int32, device=values.device)
         for v in chunk.vocabulary():
@@ -205,7 +205,7 @@ def pooled_gradients(call: Call, documents: Documents, needs: Needs, pairs_of: P
     total = GradientBuffers(call, backend, needs)
     total.gradients.clear()
     grads = total.chunk(n)
-    chunk = Chunk.of(call, slice(0, n), Slices(n, _backward_width(call, documents), 0), scratch, backend)
+    chunk = Chunk.of(call, slice(0, n), Slices(n, _backward_width(call, documents), 0), scratch, backend.few_rows)
     tables = [factor.tokens.to(call.compute) for factor in chunk.policy.factors]
     first = call.head.vocab_start
     for v in chunk.vocabulary():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper, price_of
 from ...algebra.stats import looks_twice, sums_of
-from ..backends.base import rounds_weights
+from ..backends.conversions import rounds_weights
 from ..backends.load import load
 from ..call import compiled_support
 from ..call.call import Call, Needs

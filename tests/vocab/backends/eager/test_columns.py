@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.base import Scratch
+from logitless.vocab.backends.chunk import Scratch
 from logitless.vocab.backends.compiled import stream
 from logitless.vocab.backends.eager import backend, threads
 from logitless.vocab.reference import dense_logits

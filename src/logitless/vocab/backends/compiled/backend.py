@@ -14,10 +14,13 @@ from ....algebra.costs import Price, Slices
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import DENSE, Coefficients
 from ...call.call import Call, Needs
-from ..base import Chunk, Gradients, Moves, Partial, SliceMass, Tile, is_dense, lies_in_columns, p_alone
+from ..base import Gradients, Partial, is_dense, p_alone
+from ..chunk import Chunk, Tile, lies_in_columns
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
+from ..products import Moves
+from ..skip import SliceMass
 from . import backward, kernels, stream
 from .kernels import Tensors
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from ....algebra.online_softmax import Totals
 from ....algebra.stats import Coefficients
 from ...head.quantised import plain
-from ..base import Chunk, Gradients
-from ..base import Tile as Slice
+from ..base import Gradients
+from ..chunk import Chunk
+from ..chunk import Tile as Slice
 from ..eager.weights import scale_of, weigh_late
 from ..logits import Factor as RowsAndEntries
 from .library import Factor, Head, OfEntries, OfTokens, Tile, library, run

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....algebra.costs import BLOCK
-from ..base import lies_in_columns
+from ..chunk import lies_in_columns
 from ..eager.threads import in_parts
 from .library import is_plain
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import Accumulation
-from ..base import Chunk, Moves
+from ..chunk import Chunk
 from ..logits import Factor, Projection
+from ..products import Moves
 from .library import BASES, Products, library
 
 TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more

@@ -19,8 +19,10 @@ from ...call.call import Call
 from ...devices import is_intel
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Partial, Tile, normalised
+from ..base import Partial
+from ..chunk import Chunk, Tile
 from ..logits import Projection, multiplies_tiles
+from ..products import normalised
 from . import measured
 from .backward import bytes_beside
 from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, is_plain, library, run

@@ -14,8 +14,11 @@ from ....algebra.online_softmax import MASK, SECOND_LOOK, Accumulation, Totals, 
 from ....algebra.stats import Coefficients
 from ...call.call import Call, Needs
 from ...devices import bf16_products
-from ..base import Backend, Chunk, Gradients, Moves, Partial, SliceMass, Tile, is_dense, normalised, p_alone
+from ..base import Backend, Gradients, Partial, is_dense, p_alone
+from ..chunk import Chunk, Tile
 from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
+from ..products import Moves, normalised
+from ..skip import SliceMass
 from . import sets
 from .formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
-from ..base import Moves, SliceMass
 from ..logits import exp_, exp_into
+from ..products import Moves
+from ..skip import SliceMass
 
 RATIO = frozenset({"pD", "pM", "excess", "ahead", "behind"})  # bases that are made from log p - log q
 SURE = 1 / 64  # of the maximum's weight: below it, what the other weights add up to is summed without it

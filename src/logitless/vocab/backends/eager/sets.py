@@ -10,7 +10,8 @@ from torch import Tensor
 from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, times
 from ....algebra.stats import Coefficients
 from ...call.sampling_mask import Places, SamplingMask
-from ..base import Chunk, is_dense
+from ..base import is_dense
+from ..chunk import Chunk
 from ..logits import flatness, of_tokens
 from ..sets import Entries, Logits
 from .formulas import logits_grad as of_slice

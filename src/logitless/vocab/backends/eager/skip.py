@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ....algebra.online_softmax import Totals
 from ....algebra.stats import Coefficients
-from ..base import Chunk, Gradients, Tile
+from ..base import Gradients
+from ..chunk import Chunk, Tile
 from ..gather import Take
 
 
@@ -20,7 +21,8 @@ def logits_grad_of_some(
 ) -> None:
     """`add_slice` for the tokens that each slice still has."""
     assert chunk.skip is not None
-    for i, (v, rows) in enumerate(zip(chunk.vocabulary(), chunk.skip.rows(chunk, coefficients), strict=True)):
+    slices = list(chunk.vocabulary())
+    for i, (v, rows) in enumerate(zip(slices, chunk.skip.rows(slices, coefficients), strict=True)):
         tile = chunk.materialised[i] if chunk.materialised else None
         if rows is None:
             add_slice(chunk, v, tile, totals, coefficients, grads)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..base import lies_in_columns
+from ..chunk import lies_in_columns
 from ..logits import FEW
 
 SHARE = 1 << 15  # numbers that an element-wise operation of torch has for a thread at least

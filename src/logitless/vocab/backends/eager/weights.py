@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ....algebra.online_softmax import Totals
 from ...devices import bf16_products
-from ..base import Chunk, Gradients, Tile
+from ..base import Gradients
+from ..chunk import Chunk, Tile
 from ..logits import add_product, exp_, product
 from .threads import collect, shares_of, sums
 

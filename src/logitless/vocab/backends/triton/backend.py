@@ -22,8 +22,11 @@ from ...call.call import Call
 from ...devices import has_tf32, processors, tf32_products
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, multiplied_dtype, normalised, p_alone
+from ..base import Backend, Gradients, Partial, is_dense, p_alone
+from ..chunk import Chunk, Tile
+from ..conversions import multiplied_dtype
 from ..logits import Operands, add_product, logits_grad_dtype, product
+from ..products import normalised
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference, merge

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....algebra.online_softmax import Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.sampling_mask import Places, SamplingMask
-from ..base import Chunk
+from ..chunk import Chunk
 from ..sets import Entries, Logits
 from . import accumulate_kernels, sets_kernels
 from .device import on

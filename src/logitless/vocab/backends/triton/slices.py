@@ -13,7 +13,7 @@ from torch import Tensor
 from ....algebra.costs import ALIGNED, aligned
 from ....algebra.online_softmax import Totals
 from ....algebra.stats import Coefficients
-from ..base import Chunk, Tile
+from ..chunk import Chunk, Tile
 from ..logits import Operands, Projection, add_product, product
 from .logits_grad_kernels import COEFFICIENTS, TOTALS
 

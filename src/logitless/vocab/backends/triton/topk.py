@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ....algebra.online_softmax import MASK
-from ..base import Tile
+from ..chunk import Tile
 from . import topk_kernels
 from .topk_kernels import LOWEST_KEY
 

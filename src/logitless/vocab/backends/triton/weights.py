@@ -21,9 +21,11 @@ from ...call.call import Inputs
 from ...devices import moves_blocks, processors
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Chunk, Gradients, Partial, Tile, normalised
+from ..base import Gradients, Partial
+from ..chunk import Chunk, Tile
 from ..eager.weights import scale_of
 from ..logits import add_product, operand_dtype, product
+from ..products import normalised
 from . import weights_kernels
 from .parts import accumulation_of, merge
 from .slices import buffer_of, heads_of

@@ -13,7 +13,7 @@ from torch import Tensor
 import logitless as ll
 from bench.gpu.rows import runs_weights
 from logitless.algebra.costs import Price
-from logitless.vocab.backends.base import Scratch
+from logitless.vocab.backends.chunk import Scratch
 from logitless.vocab.backends.triton import backend, weights
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.passes.price import planned, slices_for

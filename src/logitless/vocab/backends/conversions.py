@@ -1,0 +1,44 @@
+"""In which dtype a call's heads multiply, and what is converted for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call.call import Call
+from ..head.quantised import Weight
+from .compiled import few
+from .logits import multiplies_tiles, operand_dtype
+
+
+def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
+    """The dtype that a head's weight multiplies in."""
+    return operand_dtype(call.inputs.hidden, call.options.autocast or weight.dtype, call.compute)
+
+
+def converts(call: Call, weight: Weight) -> bool:
+    """Whether that is not its own."""
+    return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
+
+
+def multiplies_few(call: Call) -> bool:
+    """Whether the head's product with all tokens, which are few, is one of bf16 rows that nothing converts.
+
+    Not of a sharded head, whose ranks take the same chunks.
+    """
+    hidden, weight = call.inputs.hidden, call.head.weight
+    cast = call.options.autocast or weight.dtype
+    if call.shard is not None or not isinstance(weight, Tensor) or weight.dtype != cast:
+        return False
+    if not multiplies_tiles(hidden, cast, call.compute) or not few.takes(
+        call.n_tokens, hidden.detach(), weight.detach()
+    ):
+        return False
+    return few.nbytes(weight.shape[1]) <= call.budget // 4
+
+
+def rounds_weights(call: Call) -> bool:
+    """Whether what weighs the head's rows is rounded to 16 bits for its products: on a GPU, and in a CPU's tiles."""
+    hidden, weight = call.inputs.hidden, call.options.autocast or call.head.weight.dtype
+    narrow = multiplied_dtype(call, call.head.weight) != call.compute
+    return narrow or multiplies_tiles(hidden, weight, call.compute)
