@@ -101,12 +101,23 @@ def cases_on(backend: str, items: list[pytest.Item]) -> dict[str, list[pytest.It
     return found
 
 
+def is_black(item: pytest.Item) -> bool:
+    """Whether a case lies on a black square, were its `parametrize` marks the sides of a chessboard."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    firsts = [names.split(",")[0].strip() if isinstance(names, str) else names[0] for names in names]
+    return sum(item.callspec.indices[name] for name in firsts) % 2 == 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """On Triton the fast suite runs the middle one of a test's parameters, and none of a test that is `slow_on` it.
 
-    The compiled backend is the eager one but for its loops: it gets the middle one alone, in the slow suite.
+    The compiled backend is the eager one but for its loops: it gets the middle one alone, in the slow suite. Of a test
+    that is `halved` the fast suite runs every other case elsewhere.
     """
+    for item in items:
+        if item.get_closest_marker("halved") and item.callspec.params.get("backend") != "triton" and is_black(item):
+            item.add_marker(pytest.mark.slow)
     for cases in cases_on("triton", items).values():
         for i, item in enumerate(cases):
             if i != len(cases) // 2 or any("triton" in mark.args for mark in item.iter_markers("slow_on")):

@@ -44,6 +44,7 @@ def forward_and_backward(ops, call, options, loss):
         backward([getattr(stats, name) for name in want], ops)
 
 
+@pytest.mark.halved
 @not_interpreted
 @pytest.mark.parametrize(
     ("budget", "dtype"), [(None, torch.float32), (400_000, torch.float32), (400_000, torch.bfloat16)]

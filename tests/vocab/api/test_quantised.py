@@ -13,6 +13,7 @@ from tests.support.vocab.quantised import KINDS, blocks_of, stored_blocks
 V = 331  # neither a multiple of a block nor of a slice
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_each_statistic_of_each_format(kind, name):

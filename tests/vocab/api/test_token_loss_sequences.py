@@ -50,6 +50,7 @@ def test_one_ratio_for_a_response(reduction, budget, dtype, backend):
     check(squared, ops, per="sequence", **options)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("trainable", [("hidden",), ("weight",), ("bias",), ("a", "b"), ("hidden", "a"), ()], ids=str)
 def test_whatever_is_frozen(trainable, budget, backend):

@@ -14,6 +14,7 @@ DTYPES = [torch.float64, torch.float32]
 BUDGETS = [None, 30_000, 200_000]  # bytes: whole rows, slices of some and of all tokens that do not divide V
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", EVERYTHING + FIXED)
@@ -143,6 +144,7 @@ def test_jsd_weights(beta, backend):
     compare(operands(reference=True), ("jsd", "kl"), jsd_beta=beta, backend=backend)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize(
     "names",
     [("hidden",), ("weight",), ("bias",), ("weight", "bias"), ("hidden", "bias"), ("hidden", "weight")],

@@ -23,6 +23,7 @@ BUDGETS = [None, 60_000]
 FINITE_WHERE_IMPOSSIBLE = ("logprob", "logsumexp", "entropy", "max_logit", "sum_sq_prob", "rank")
 
 
+@pytest.mark.halved
 @pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", BUDGETS)

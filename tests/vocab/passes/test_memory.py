@@ -40,6 +40,7 @@ def backward(outputs, ops: Operands):
     return torch.autograd.grad(outputs, list(ops.leaves.values()), up)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize(
     ("want", "budget"),
@@ -129,6 +130,7 @@ def test_a_losss_converted_slices_are_there_once():
     assert trace_allocations(step).peak <= 1.1 * 2**20 + said.gradient_bytes
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -29,6 +29,7 @@ def test_bytes_of_each_format():
         assert ll.explain(ops.hidden, ops.head, ops.labels).head_bytes == ops.weight.nbytes
 
 
+@pytest.mark.halved
 @not_interpreted
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("training", [("hidden",), ("hidden", "a", "b"), ()], ids=str)

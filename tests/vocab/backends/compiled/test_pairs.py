@@ -160,6 +160,7 @@ MULTIPLIED = {  # one basis of weights, or the gradient of the logits themselves
 }
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("more", [{}, {"bias": True}, {"softcap": 3.0, "scale": 0.8}], ids=str)
 @pytest.mark.parametrize("budget", [None, 2_500_000], ids=["one chunk", "some chunks"])
 @pytest.mark.parametrize(("kind", "head"), MULTIPLIED)
