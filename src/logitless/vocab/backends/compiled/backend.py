@@ -19,7 +19,7 @@ from ..chunk import Chunk, Tile, lies_in_columns
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum
 from ..logits import LOG2E
-from ..products import Moves
+from ..moves import Moves
 from ..skip import SliceMass
 from . import backward, kernels, stream
 from .kernels import Tensors

@@ -8,7 +8,7 @@ from torch import Tensor
 from ....algebra.online_softmax import Accumulation
 from ..chunk import Chunk
 from ..logits import Factor, Projection
-from ..products import Moves
+from ..moves import Moves
 from .library import BASES, Products, library
 
 TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more

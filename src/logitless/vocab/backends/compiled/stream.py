@@ -21,8 +21,9 @@ from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Partial
 from ..chunk import Chunk, Tile
-from ..logits import Projection, multiplies_tiles
-from ..products import normalised
+from ..conversions import multiplies_tiles
+from ..logits import Projection
+from ..moves import normalised
 from . import measured
 from .backward import bytes_beside
 from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, is_plain, library, run

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
 from ..logits import exp_, exp_into
-from ..products import Moves
+from ..moves import Moves
 from ..skip import SliceMass
 
 RATIO = frozenset({"pD", "pM", "excess", "ahead", "behind"})  # bases that are made from log p - log q
