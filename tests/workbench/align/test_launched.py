@@ -1,8 +1,11 @@
 """`logitless align` by the launchers that people use."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from logitless.workbench.common.files import read_lines
 from tests.support.integrations.tiny import TINY
@@ -45,6 +48,22 @@ def test_every_rank_says_what_is_wrong(start, tmp_path, more, message):
     assert status != 0
     assert written.count("logitless: ") == written.count(message) == 2, written[-4000:]
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_ranks_that_divide_the_model(start, tmp_path):
+    """They learn and save what ranks do that hold all of it each, adapters merged too."""
+    options = flags(replace(start, method="dpo", max_steps=3, lora_rank=2))
+    for name, module in (("whole", ALIGN[:1]), ("divided", ("tests.support.workbench.divided",))):
+        launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", *module, "align")
+        finished(*launch, *options, "--output-dir", tmp_path / name)
+    for file in ("model/model", "adapter/adapter_model"):
+        whole, divided = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("whole", "divided"))
+        assert divided.keys() == whole.keys()
+        for key, tensor in whole.items():
+            torch.testing.assert_close(divided[key], tensor, rtol=1e-3, atol=1e-5)
+    summaries = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "divided"))
+    whole, divided = ([x[key] for key in ("parameters", "trainable_parameters", "device")] for x in summaries)
+    assert divided == whole
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])

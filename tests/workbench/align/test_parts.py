@@ -647,6 +647,19 @@ def test_the_longest_pair_is_of_either_side():
     trainers.check_pairs(AlignConfig(), 8, 8)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 4, 16])
+def test_held_out_rows_fill_batches_of_one_size(ranks, most):
+    """On all ranks; less than a batch is left out for it, and nothing where rows fill such batches already."""
+    for rows in range(ranks, 33):
+        measured, size = trainers.even_batches(rows, most, ranks)
+        assert 1 <= size <= most
+        assert measured % (size * ranks) == 0
+        assert rows - size * ranks < measured <= rows
+    assert trainers.even_batches(32, most, ranks=2) == (32, most)
+    assert trainers.even_batches(1, most, ranks=4) == (1, 1)
+
+
 def test_pairs_whose_sides_are_the_same_teach_nothing():
     config, said = AlignConfig(method="dpo", data="a.jsonl"), []
     same, other = ({"prompt": "p", "chosen": "c", "rejected": rejected} for rejected in ("c", "r"))

@@ -102,6 +102,30 @@ def test_a_config_without_architectures_has_a_reference_too(start, tmp_path, mon
     assert type(made[0].ref_model) is type(made[0].model)
 
 
+def test_every_pair_weighs_the_same(start, tmp_path, monkeypatch):
+    """TRL averages over batches: a smaller one, or one filled up with pairs seen before, would weigh its pairs more."""
+    made = []
+
+    def stop(parts, policy):
+        made.append(trainer_of(parts, policy))
+        raise OptionError("far enough")
+
+    monkeypatch.setattr(align, "trainer_of", stop)
+    rows = [{"prompt": "d01", "chosen": "x" * (1 + i // 9), "rejected": " = 7" * (1 + i // 20)} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"method": "dpo", "data": str(tmp_path / "rows.jsonl"), "batch_size": 4}
+    with pytest.raises(OptionError, match="far enough"):
+        run(replace(start, **given, output_dir=tmp_path / "run"), QUIET)
+    (trainer,) = made
+    whole = trainer.evaluate()["eval_logps/rejected"]
+    batches = [len(batch["input_ids"]) for batch in trainer.get_train_dataloader()]
+    assert batches == [8] * 23  # of 95 pairs, chosen and rejected each
+    trainer.args.dataloader_drop_last = False
+    alone = [trainer.evaluate(trainer.eval_dataset.select([i]))["eval_logps/rejected"] for i in range(4)]
+    assert alone == sorted(alone, reverse=True)
+    assert whole == pytest.approx(sum(alone) / 4, rel=1e-5)
+
+
 def test_weights_that_rounding_keeps_are_warned_of(start, tmp_path, monkeypatch, capsys):
     def stop(*parts):
         raise OptionError("far enough")

@@ -193,3 +193,6 @@ def test_a_step_is_shared_evenly():
         accumulation(8, 3, 2)
     with pytest.raises(OptionError, match=r"3 groups of 2 ranks .* that divides 8 and is a multiple of 2$"):
         accumulation(8, 2, 3, 2)
+    for sharing, message in ((1, "2 ranks with 8 .*: launch 1 rank$"), (2, "2 groups of 2 ranks .*: launch 2 ranks$")):
+        with pytest.raises(OptionError, match=message):
+            accumulation(8, 8, 2, sharing)

@@ -96,7 +96,9 @@ def _placed(
         trainer = trainer_of(parts, model)
         install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
         weights = _steps(parts, trainer)
-    return _conclude(parts, trainer, weights) if PartialState().is_main_process else {}
+    if not PartialState().is_main_process:
+        return {}
+    return _conclude(parts, trainer, _trained(config, source, tokenizer, trainer, weights), weights)
 
 
 @contextmanager
@@ -222,12 +224,24 @@ def _examples(parts: Alignment, trainer: Any, when: str) -> None:
     examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, order=config.order, **sampling)
 
 
-def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Saves the model, draws the plot and writes the summary."""
-    config, place = parts.config, parts.place
+def _trained(
+    config: AlignConfig, source: ModelSource, tokenizer: TextTokenizer, trainer: Any, weights: dict[str, Any]
+) -> Any:
+    """The trained model; where FSDP2 of accelerate's launcher divided it, a new one of the gathered weights."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")  # TRL's copy of the adapters as they began
+    if not trainer.accelerator.is_fsdp2:
+        return model
+    whole = build(config, source, length=1)  # this is the first rank alone, which cannot merge adapters that all hold
+    align_tokens(whole, tokenizer)
+    whole.load_state_dict({name: weights[name] for name in whole.state_dict()})
+    return whole
+
+
+def _conclude(parts: Alignment, trainer: Any, model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Saves the model, draws the plot and writes the summary."""
+    config, place = parts.config, parts.place
     facts = model_facts(model)
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
     records = read_lines(place / METRICS_FILE)
@@ -239,10 +253,10 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "method": config.method,
         "model": config.model,
         "data": config.data_name,
-        "rows": {"train": len(parts.train), "held_out": len(parts.held_out)},
+        "rows": {"train": len(parts.train), "held_out": len(trainer.eval_dataset)},
         **facts,
         "vocab_size": model.config.get_text_config().vocab_size,
-        "device": str(model.device),
+        "device": str(PartialState().device),
         "learning_rate": config.rate,
         "beta": config.kl_weight,
         "exact_kl": config.exact_kl,

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from transformers import TrainingArguments
 
@@ -47,17 +48,18 @@ class Alignment:
 
 def trainer_of(parts: Alignment, model: Any) -> Any:
     """The GRPOTrainer, RLOOTrainer or DPOTrainer of a run."""
-    config = parts.config
+    config, ranks = parts.config, PartialState().num_processes
+    held_out, together = even_batches(len(parts.held_out), config.batch_size, ranks)
     shared = {
         "beta": config.kl_weight,
         "report_to": config.report_to,
         "project": project(config.report_to),
         "bf16": False if config.device == "cpu" else torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         CHECKPOINTING: False,  # `build` did it already
-        "per_device_eval_batch_size": config.batch_size,
+        "per_device_eval_batch_size": together,
         "run_name": parts.place.name,
     }
-    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
+    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out[:held_out])}
     made = _of_pairs if config.method == "dpo" else _of_rollouts
     with _reference_like_the_policy():
         trainer = made(parts, model, shared, data)
@@ -121,8 +123,21 @@ def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[s
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    given = arguments(parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared)
+    config, ranks = parts.config, PartialState().num_processes
+    # an epoch's last pairs would be filled up with its first ones, or weigh more in a step than those of whole batches
+    whole = len(parts.train) >= config.batch_size * ranks and len(parts.held_out) >= ranks
+    shared["dataloader_drop_last"] = whole
+    given = arguments(config, parts.place, config.rate, DPOConfig, max_length=None, **shared)
     return DPOTrainer(model=model, args=given, processing_class=_with_markers(parts.tokenizer), **data)
+
+
+def even_batches(rows: int, most: int, ranks: int) -> tuple[int, int]:
+    """(how many held-out rows are measured, how many at a time): TRL averages over batches, which then weigh alike."""
+    each = rows // ranks
+    if not each:  # fewer than ranks, which are given some twice
+        return rows, 1
+    size = each // -(-each // most)
+    return (each - each % size) * ranks, size
 
 
 def _with_markers(tokenizer: TextTokenizer) -> Any:

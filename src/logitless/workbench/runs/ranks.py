@@ -90,9 +90,11 @@ def accumulation(per_step: int, batch_size: int, groups: int, sharing: int = 1) 
         who, also = f"{groups} ranks", ""
         if sharing > 1:
             who, also = f"{groups} groups of {sharing} ranks", f" and is a multiple of {sharing}"
+        most = per_step // batch_size
+        fitting = f"a number of ranks that divides {most * sharing}{also}" if most > 1 else plural(sharing, "rank")
         raise OptionError(
             f"a step of this run is {plural(per_step, 'sequence')}, which {who} with {batch_size} at a time "
-            f"cannot share evenly: launch a number of ranks that divides {per_step // batch_size * sharing}{also}"
+            f"cannot share evenly: launch {fitting}"
         )
     return per_step // (batch_size * groups)
 
