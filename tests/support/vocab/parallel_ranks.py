@@ -34,7 +34,7 @@ from tests.support.vocab.sharding import Case, run
 def every_statistic(group: Any) -> None:
     candidates = torch.randint(V - 3, (7, 4))
     for sizes in (EVEN, UNEVEN):
-        one = split(group, sizes, reference=True, ranks=(2, 1), scale=0.7, vocab_size=V - 2)
+        one = split(group, sizes, sizes is UNEVEN, reference=True, ranks=(2, 1), scale=0.7, vocab_size=V - 2)
         one.ops.labels[3] = -100
         check(one, EVERYTHING, top_k=8, candidates=candidates, temperature=1.3, jsd_beta=0.3)
         check(one, EVERYTHING, whole_reference=True)
@@ -122,8 +122,9 @@ def hard_rows(group: Any) -> None:
     with torch.no_grad():
         one.ops.hidden.copy_(torch.randint(9, one.ops.hidden.shape))  # whole numbers, of which sums are exact:
         one.ops.weight.copy_(torch.arange(5.0).expand_as(one.ops.weight))  # every logit of a token is the same
-    stats = ll.token_stats(one.ops.hidden, one.head, top_k=9, want=("logsumexp",))
-    assert torch.equal(stats.top_k_ids, torch.arange(9).expand(7, 9))
+    for alike in (one, replace(one, backwards=True)):
+        stats = ll.token_stats(one.ops.hidden, alike.head, top_k=9, want=("logsumexp",))
+        assert torch.equal(stats.top_k_ids, torch.arange(9).expand(7, 9))
     check(split(group, UNEVEN, spread=60.0), ("logprob", "entropy", "kl")[:2])
     none = split(group, UNEVEN)
     none.ops.labels[:] = -100

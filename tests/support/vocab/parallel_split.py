@@ -33,10 +33,12 @@ class Split:
     ops: Operands
     group: Any
     sizes: tuple[int, ...]
+    backwards: bool = False  # the first rank holds the last rows
 
     @property
     def shard(self) -> VocabShard:
-        offset = sum(self.sizes[: dist.get_rank(self.group)])
+        rank = dist.get_rank(self.group)
+        offset = sum(self.sizes[rank + 1 :] if self.backwards else self.sizes[:rank])
         return VocabShard(self.group, offset, sum(self.sizes))
 
     def part(self, ops: Operands) -> ll.LMHead:
@@ -95,5 +97,5 @@ def check(
             assert_near_in_norm(grad, wanted[name], 2 * tolerance, f"d {name}", floor=tolerance / 10)
 
 
-def split(group: Any, sizes: dict[int, tuple[int, ...]] = EVEN, **options: Any) -> Split:
-    return Split(operands(v=V, **options), group, sizes[dist.get_world_size(group)])
+def split(group: Any, sizes: dict[int, tuple[int, ...]] = EVEN, backwards: bool = False, **options: Any) -> Split:
+    return Split(operands(v=V, **options), group, sizes[dist.get_world_size(group)], backwards)

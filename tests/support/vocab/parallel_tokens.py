@@ -22,7 +22,7 @@ from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, same_on_a
 def soft_tokens(group: Any) -> None:
     """The k best with noise: the one-process soft tokens, their gradients, and seeds that a generator gives alike."""
     for sizes, transform in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 1}), (EVEN, {})):
-        one = split(group, sizes, ranks=(2,), scale=0.8, **transform)
+        one = split(group, sizes, sizes is UNEVEN, ranks=(2,), scale=0.8, **transform)
         noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
         table = torch.randn(V, 6, dtype=torch.float64)
         results = []
@@ -50,7 +50,7 @@ def soft_tokens(group: Any) -> None:
 def mean_embedding(group: Any) -> None:
     """Σ p·E, entropy, argmax and draw of one process, with the gradients of what is whole and of each rank's rows."""
     for sizes, transform, tied in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 2}, False), (EVEN, {}, True)):
-        one = split(group, sizes, ranks=(2,), scale=0.8, **transform)
+        one = split(group, sizes, sizes is UNEVEN, ranks=(2,), scale=0.8, **transform)
         noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
         table = torch.randn(V, 6, dtype=torch.float64).requires_grad_()
         shard = one.shard
@@ -77,7 +77,7 @@ def documents(group: Any) -> None:
     """Maxima over documents' tokens: values, places and gradients of one process, whole or what is kept of them."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
     for sizes, transform in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 2}), (EVEN, {"bias": False})):
-        one = split(group, sizes, lead=(4, 4), ranks=(2,), scale=0.8, **transform)
+        one = split(group, sizes, sizes is UNEVEN, lead=(4, 4), ranks=(2,), scale=0.8, **transform)
         for more in ({}, {"memory_budget": 1}, {"top_k": 5}, {"above": 0.1}, {"above": 0.1, "top_k": 3}):
             ours, alone = (retrieval.max_pool_logits(one.ops.hidden, x, mask, **more) for x in (one.head, one.ops.head))
             same_on_all(ours.values, group)
@@ -103,7 +103,7 @@ def sampled_tokens(group: Any) -> None:
     uneven, even = ((3, 128), (66, 65)) if dist.get_world_size(group) == 2 else ((1, 60, 0, 70), (33, 33, 33, 32))
     for sizes, transform in ((uneven, {"softcap": 9.0, "vocab_size": wide - 2}), (even, {"bias": False})):
         ops = operands(v=wide, spread=1.0, ranks=(2,), scale=0.8, **transform)
-        one = Split(ops, group, sizes)
+        one = Split(ops, group, sizes, backwards=sizes is uneven)
         if one.ops.bias is not None:
             one.ops.bias.data[4:8] = -torch.inf
         noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)

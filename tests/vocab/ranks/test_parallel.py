@@ -71,6 +71,12 @@ def test_numbers_that_are_compared_may_lie_on_another_device():
     assert _mark([torch.arange(3), torch.tensor(3.0)], torch.device("meta")).is_meta
 
 
+def test_round_numbers_are_told_apart():
+    """Whose bits, weighed and added up, would all overflow to 0."""
+    marks = {_mark([torch.full((7,), x)], torch.device("cpu")).item() for x in (0.0, 2.0, -2.0)}
+    assert len(marks) == 3
+
+
 def test_what_leaves_a_rank():
     """Gathered bytes go to each of the others, of the rings that add up twice all but one part leaves each rank."""
     told = traffic_of(("logprob", "entropy"), 100, chunks=2, widths=(64, 8))

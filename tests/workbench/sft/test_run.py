@@ -17,7 +17,7 @@ import pytest
 import safetensors
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines
@@ -151,6 +151,26 @@ class TestShortRuns:
                 run(replace(config, output_dir=tmp_path / str(warned)), Console(stderr=True))
             warning = f"warning: --lora-rank 2 trains adapters alone, and --model {config.model} is a configuration"
             assert (warning in capsys.readouterr().err) == warned
+
+    @pytest.mark.usefixtures("unmeasured")
+    def test_the_rate_is_that_of_what_is_trained(self, micro, tmp_path, monkeypatch, capsys):
+        """New weights learn fastest, adapters faster than trained weights; only adapters of new ones are warned of."""
+        found = []
+
+        def stop(config, place, rate, **more):
+            found.append(rate)
+            raise OptionError("far enough")
+
+        monkeypatch.setattr("logitless.workbench.sft.run.arguments", stop)
+        shutil.copytree(micro.model.parent, tmp_path / "trained")
+        micro_model().save_pretrained(tmp_path / "trained")
+        trained = str(tmp_path / "trained")
+        for model, rank, rate in ((micro.model, 0, None), (trained, 0, None), (trained, 2, None), (trained, 2, 0.5)):
+            given = {"model": str(model), "lora_rank": rank, "learning_rate": rate}
+            with pytest.raises(OptionError, match="far enough"):
+                run(replace(micro.config, **given, output_dir=tmp_path / "run"), Console(stderr=True))
+        assert found == [3e-3, 2e-5, 2e-4, 0.5]
+        assert "warning" not in capsys.readouterr().err
 
     def test_a_preset_is_said_to_begin_with_random_weights(self, micro, tmp_path, monkeypatch, capsys):
         def stop(*parts):
@@ -449,6 +469,8 @@ def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
     assert found["device"] == "cpu"
     assert dense_held_out_loss(tmp_path) == pytest.approx(found["held_out_loss_after"], rel=1e-5)
     assert tensors(tmp_path) == saved
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert AutoConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
 
 
 RANK = """

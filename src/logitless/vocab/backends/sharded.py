@@ -41,8 +41,6 @@ class ShardedBackend(Backend):
         if label_first and chunk.label_logit is not None:
             (chunk.label_logit,) = self.ranks.total([chunk.label_logit])
         partial = self.accumulate_local(chunk, bases, keep)
-        if chunk.reference is not None and partial.state.shift is None:  # no row here
-            partial.state.shift = torch.zeros_like(partial.state.m)
         sent = dict(partial.state.items())
         if partial.zsum is not None:
             sent["zsum"] = partial.zsum
