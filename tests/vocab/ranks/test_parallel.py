@@ -9,8 +9,9 @@ import torch
 from logitless.algebra.costs import traffic_of
 from logitless.errors import DeviceError
 from logitless.vocab.head.lm_head import place
+from logitless.vocab.head.shard import Layout, VocabShard
 from logitless.vocab.passes.gradient import scatter_one_hots
-from logitless.vocab.ranks.agreement import FACTS, _mark
+from logitless.vocab.ranks.agreement import FACTS, _mark, layout_of
 from logitless.vocab.ranks.collectives import Ranks
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
@@ -69,6 +70,18 @@ def test_a_group_without_a_backend_for_the_tensors(monkeypatch):
 def test_numbers_that_are_compared_may_lie_on_another_device():
     """A loss's denominator on the CPU beside a head on a GPU, as calls without ranks take it."""
     assert _mark([torch.arange(3), torch.tensor(3.0)], torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize(
+    ("total", "rows", "offsets", "held"),
+    [(23, 23, (0, 6, 12, 18), (6, 6, 6, 5)), (23, 14, (0, 6, 12, 18), (6, 6, 2, 0)), (2, 2, (0, 1), (1, 1))],
+)
+def test_rows_are_even_until_ranks_have_met(monkeypatch, total, rows, offsets, held):
+    """As torch.chunk divides them: what `explain` goes by before the first call."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    shard = VocabShard(SimpleNamespace(group_name="ranks"), 0, total)
+    assert layout_of(shard, rows) == Layout(offsets, held)
 
 
 def test_round_numbers_are_told_apart():
