@@ -28,6 +28,10 @@ VARIANTS = [
     {"model_type": "llama", "num_key_value_heads": None},
     {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": False},
     {"model_type": "mixtral", "num_local_experts": 4},
+    {"model_type": "mixtral", "num_experts": 4},
+    {"model_type": "mixtral", "num_experts": 3, "num_local_experts": 4},  # which counts differs between families
+    {"model_type": "qwen3_moe", **EXPERTS, "num_local_experts": 3},
+    {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40, "num_local_experts": 3},
     {"model_type": "qwen3_moe", **EXPERTS},
     {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]},
     {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},

@@ -27,7 +27,7 @@ class Family:
     norms: int = 2  # RMSNorms a layer, each of the hidden size
     fp32_norm: bool = False  # the norm's weight multiplies in fp32, before the cast
     rotary_by_layer: bool = False  # an older `rope_scaling` is of the layers that attend to all tokens alone
-    routes: bool = False  # has layers of experts; another family's configuration may name some and has none
+    experts: tuple[str, ...] = ()  # names of their number, the first one counts; (): it has none, even if named
     window_every: int = 0  # every n-th layer attends to all tokens, the others to a window; 0: see `window`
     defaults: dict[str, Any] = field(default_factory=dict)  # fields that published configurations leave out
 
@@ -64,10 +64,11 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True, norms=4, fp32_norm=True, rotary_by_layer=True, window_every=6, defaults=_GEMMA3
     ),
     "mixtral": Family(
-        routes=True, defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+        experts=("num_experts", "num_local_experts"),
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "qwen2_moe": Family(qkv_bias=True, routes=True, defaults=_QWEN2_MOE),
-    "qwen3_moe": Family(qk_norm=True, routes=True, defaults=_QWEN3_MOE),
+    "qwen2_moe": Family(qkv_bias=True, experts=("num_experts",), defaults=_QWEN2_MOE),
+    "qwen3_moe": Family(qk_norm=True, experts=("num_local_experts", "num_experts"), defaults=_QWEN3_MOE),
     "smollm3": Family(defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "granite": Family(),
 }
@@ -242,7 +243,7 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
         window=window,
         windowed_layers=windowed,
         **_positions(c, family),
-        **(_experts(c, name, layers) if family.routes else {}),
+        **_experts(c, name, layers, family.experts),
     )
 
 
@@ -292,8 +293,8 @@ def _positions(c: dict[str, Any], family: Family) -> dict[str, Any]:
         return {}
 
 
-def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, Any]:
-    key = next((key for key in ("num_local_experts", "num_experts") if c.get(key)), None)
+def _experts(c: dict[str, Any], name: str, layers: int, keys: tuple[str, ...]) -> dict[str, Any]:
+    key = next((key for key in keys if c.get(key)), None)
     if key is None:
         return {}
     step = _size(c, "decoder_sparse_step", name, 1)
