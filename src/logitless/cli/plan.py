@@ -86,7 +86,9 @@ class PlanConfig:
     optimizer: Literal["adamw-fp32", "adamw-bf16", "adamw-8bit", "sgd", "none"] = "adamw-fp32"
     """The optimizer, with the precision of its state."""
     master_weights: bool = True
-    """Keep an fp32 copy of bf16 weights for the optimizer."""
+    """Keep an fp32 copy of bf16 weights for the optimizer. A run whose weights are fp32 alone, as those of `train
+    --mixed-precision bf16`, takes 2 to 13 % more.
+    """
     gradient_checkpointing: Checkpointing = False
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1

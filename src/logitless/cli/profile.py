@@ -54,7 +54,7 @@ class ProfileConfig:
     """adamw: fused, with states in the parameters' dtype."""
     lora_rank: LoraRank = 0
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights and activations."""
+    """Of weights and activations alike: a step of `train --mixed-precision bf16` is not traced."""
     memory_budget: PlannedBudget = MEMORY_BUDGET
     savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Also trace the step with each of these changes, which takes as long again for each: all, or some of

@@ -22,7 +22,7 @@ from logitless.workbench.plan.commands import (
     trl,
     with_its_own_step,
 )
-from logitless.workbench.plan.fit import LADDER, SHORTEST, beyond, fit
+from logitless.workbench.plan.fit import LADDER, SHORTEST, Fit, beyond, fit
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.report import show_fits
 from logitless.workbench.plan.setting import GIB, Setting
@@ -114,6 +114,16 @@ def test_where_nothing_more_fits_the_report_says_what_would(capsys):
     show_fits(fit(wish), Console(width=200))
     said = "aggressive: as conservative; a pass with a row more would not fit, a larger batch is more passes"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [({}, True), ({"sharding": "zero2"}, False), ({"lora_rank": 8}, False), ({"master_weights": False}, False)],
+)
+def test_it_is_said_where_lines_with_float32_weights_take_more_than_planned(change, more, capsys):
+    setting = Setting(shape_of("qwen3-0.6b"), gpus=2, **change)
+    show_fits({"aggressive": Fit("aggressive", plan(setting), 0, ())}, Console(width=200))
+    assert ("TRL and accelerate take 2 to 13 % more than planned" in capsys.readouterr().out) == more
 
 
 def test_reasons_carry_the_numbers():

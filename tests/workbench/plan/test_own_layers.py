@@ -119,6 +119,7 @@ def test_what_kernels_for_a_state_would_leave_is_said_too(tmp_path):
     alike = plan(replace(setting, model=replace(shape, traced=Traced()))).peak
     assert note.endswith(f"of a Llama's layers of its sizes, logitless would take {format_bytes(alike)}")
     assert alike < plan(setting).peak / 2
+    assert notes(setting, "GB")[0].endswith(f"would take {format_bytes(alike, 'GB')}")
 
 
 def test_layers_whose_work_depends_on_their_data_are_as_a_mixtrals(tmp_path):

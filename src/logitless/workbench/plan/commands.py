@@ -168,15 +168,14 @@ def trl(setting: Setting) -> str | None:
         return None
     if setting.optimizer not in OPTIM or (setting.offload_activations and online) or _surplus(setting):
         return None
-    # TRL's master weights are fp32 parameters under bf16 autocast; AdamW keeps its state in the dtype of what it trains
-    wide = setting.master_weights and not setting.lora_rank
-    if setting.optimizer == ("adamw-bf16" if wide or setting.lora_rank else "adamw-fp32"):
+    # AdamW keeps its state in the dtype of what it trains
+    if setting.optimizer == ("adamw-bf16" if wide(setting) or setting.lora_rank else "adamw-fp32"):
         return None
     parts = [
         f"trl {name}",
         f"--model_name_or_path {_named(setting.model) or 'MODEL'} --dataset_name DATASET",
         *(["--reward_funcs REWARDS"] if online else []),
-        f"--dtype {'float32' if wide else 'bfloat16'}",
+        f"--dtype {'float32' if wide(setting) else 'bfloat16'}",
         f"--attn_implementation {'sdpa' if setting.attention == 'flash' else setting.attention}",
         f"--per_device_train_batch_size {setting.micro_rows}",
         f"--gradient_accumulation_steps {setting.accumulation}",
@@ -191,6 +190,11 @@ def trl(setting: Setting) -> str | None:
         rank = setting.lora_rank
         parts.append(f"--use_peft true --lora_r {rank} --lora_alpha {2 * rank} --lora_target_modules all-linear")
     return " ".join(parts)
+
+
+def wide(setting: Setting) -> bool:
+    """Whether TRL's and accelerate's weights are float32, under bf16 autocast: these are their master weights."""
+    return setting.master_weights and not setting.lora_rank
 
 
 def _alone(setting: Setting) -> bool:

@@ -195,7 +195,7 @@ const startPlan = (main) => {
     const [dense, ours] = shown, list = ours.setting.kind.phases;
     document.getElementById("headline").textContent = planner.headline(ours.setting, units);
     verdicts.replaceChildren(...shown.map(verdict));
-    notes.replaceChildren(...planner.notes(ours.setting).map((text) => el("p", {}, text)));
+    notes.replaceChildren(...planner.notes(ours.setting, units).map((text) => el("p", {}, text)));
     drawBars(picture, visible(), hues, bytes);
     const used = new Set(visible().flatMap((plan) => plan.components.map((c) => planner.category(c.name))));
     legend.replaceChildren(...[...hues].filter(([name]) => used.has(name))
@@ -286,11 +286,11 @@ const drawBars = (picture, plans, hues, bytes) => {
       }
     });
   });
-  const limit = `usable ${bytes(setting.gpu_bytes - setting.reserve)} on each GPU`;
+  const limit = `usable ${bytes(setting.gpu_bytes - setting.reserve)}`;
   if (near) {
     const side = x(usable) > 0.7 * width ? "end" : x(usable) < 0.3 * width ? "start" : "middle";
     parts.push(mark(usable, "limit"));
-    words.push(shape("text", { class: "limit", x: x(usable), y: height + 16, "text-anchor": side }, limit));
+    words.push(shape("text", { class: "limit", x: x(usable), y: height + 16, "text-anchor": side }, `${limit} on each GPU`));
   } else {
     const at = { class: "muted", x: width - right, y: height + 16, "text-anchor": "end" };
     words.push(shape("text", at, `${limit}, beyond the right edge`));
@@ -298,6 +298,6 @@ const drawBars = (picture, plans, hues, bytes) => {
   const said = plans.map((plan) => `${plan.way}: peak ${bytes(plan.peak)} in ${plan.peak_phase}`).join("; ");
   picture.replaceChildren(
     shape("svg", { role: "img", viewBox: `0 0 ${width} ${height + 22}`, height: height + 22,
-      "aria-label": `Stacked bars of each phase. ${said}; ${limit}. The tables below hold the same numbers.` },
+      "aria-label": `Stacked bars of each phase. ${said}; ${limit} on each GPU. The tables below hold the same numbers.` },
     ...parts, ...words));
 };
