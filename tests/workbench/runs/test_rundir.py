@@ -325,12 +325,14 @@ def test_what_a_user_calls_a_checkpoint_is_kept():
         ("models/m-v1.5", "m-v1.5"),
         ("models/m-v1.5/config.json", "m-v1.5"),
         ("models/m-v1.5/", "m-v1.5"),
+        ("models/m-v1.5/wider-v2.json", "wider-v2"),
     ],
 )
 def test_the_name_of_a_run(model, name):
     folder = Path("models/m-v1.5")
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    for file in ("config.json", "wider-v2.json"):
+        (folder / file).write_text("{}")
     assert name_of(model) == name
 
 

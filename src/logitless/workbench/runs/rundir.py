@@ -90,13 +90,15 @@ def _given(config: RunOptions) -> tuple[str, Path]:
 
 
 def name_of(model: str) -> str:
-    """What a run of this model is called: the last part of its name, and of a file the folder's that holds it.
+    """What a run of this model is called: the last part of its name, of a config.json the folder's that holds it.
 
-    A GGUF file's own name says more.
+    A GGUF file's own name says more, and so does a configuration's of another name.
     """
     if is_packed(model):
         return packed_name(model)
     path = Path(model)
+    if path.is_file() and path.name != "config.json":
+        return path.stem
     path = path.parent if path.is_file() else path
     return path.name or path.resolve().name
 
