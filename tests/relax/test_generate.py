@@ -84,9 +84,9 @@ def test_a_losss_own_backward_is_refused_where_it_leaves_sweeps_out():
     model, reference = Tiny(), Tiny(seed=7)
     prompts, mask, seeds = batch()
 
-    def made(steps: int = T, **options) -> relax.Rollout:
+    def made(steps: int = T, k: int = 9, **options) -> relax.Rollout:
         model.zero_grad()
-        sampling = Sampling(steps, TAU, k=9, tolerance=0.0, **options)
+        sampling = Sampling(steps, TAU, k=k, tolerance=0.0, **options)
         return generate(model.reader(), prompts, mask, seeds, sampling, reference=reference.reader())
 
     with pytest.raises(
@@ -98,6 +98,7 @@ def test_a_losss_own_backward_is_refused_where_it_leaves_sweeps_out():
         (rollout.kl.sum(), list(model.parameters())),
         (rollout.soft.weights.square().sum(), [model.table]),
         (rollout.hidden.sum(), [model.table]),
+        (made(k=0).soft.embedded[0].sum(), [model.head]),
     ):
         with pytest.raises(GradientError, match=r"got a backward or autograd\.grad of the loss itself"):
             torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
@@ -180,6 +181,33 @@ def test_what_is_kept_is_linear_in_steps():
     assert long < 4.1 * short  # no key, value or mask is kept once per step that reads it
 
 
+@pytest.mark.parametrize("carry", ["cached", "recompute"])
+def test_activations_are_computed_anew_with_a_checkpoint_alone(carry):
+    model, reference = Tiny(), Tiny(seed=7)
+    read, body = [], model.body
+    model.body = lambda *given: read.append(given) or body(*given)
+    for anew in (True, False):
+        read.clear()
+        ours(model, reference, torch.ones(B, T, V), carry=carry, checkpoint=anew)
+        assert len(read) == (2 * T if anew else T)
+
+
+@pytest.mark.parametrize(("k", "carry"), [(0, "sweeps"), (0, "cached"), (9, "cached")])
+def test_every_product_with_the_head_keeps_to_the_budget(k, carry, monkeypatch):
+    prompts, mask, seeds = batch()
+    reader, seen = Tiny().reader(), []
+    for name in ("gumbel_topk", "online_kl"):
+        own = generate.__globals__[name]
+
+        def told(*given, own=own, memory_budget: int | None = None, **options):
+            seen.append(memory_budget)
+            return own(*given, memory_budget=memory_budget, **options)
+
+        monkeypatch.setitem(generate.__globals__, name, told)
+    generate(reader, prompts, mask, seeds, Sampling(T, k=k, carry=carry, memory_budget=999), reference=reader)
+    assert seen == [999] * (T + 1 + (carry == "sweeps"))
+
+
 def test_bad_input_is_refused():
     model = Tiny()
     prompts, mask, seeds = batch()
@@ -189,7 +217,7 @@ def test_bad_input_is_refused():
         with pytest.raises(ShapeError, match=r"B and P at least 1, got \((0, 3|2, 0)\)"):
             generate(model.reader(), *none, Sampling(T))
     with pytest.raises(OptionError, match="mask: expected prompts that are padded on the left"):
-        generate(model.reader(), prompts, mask.flip(1), seeds, Sampling(T))
+        generate(model.reader(), prompts, mask.flip(0, 1), seeds, Sampling(T))
     for wrong, words in (
         ({"steps": 0}, "steps: expected a whole number of at least 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number of at least 1, got 2.5"),

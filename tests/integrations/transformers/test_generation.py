@@ -58,12 +58,19 @@ def test_greedy_is_transformers_own(name):
     assert (ours.record.rank[~ended] == 1).all()
 
 
-@pytest.mark.parametrize("cache", [{"cache_implementation": "static"}, {"use_cache": False}], ids=["static", "none"])
-def test_other_caches(cache):
-    """transformers' own, as it prepares them; without one all is computed anew at each step."""
+OTHER_STEPS = {
+    "static": {"cache_implementation": "static"},
+    "none": {"use_cache": False},
+    "states of the whole prompt": {"logits_to_keep": 0},  # what a model without logits_to_keep returns
+}
+
+
+@pytest.mark.parametrize("step", OTHER_STEPS.values(), ids=OTHER_STEPS)
+def test_other_caches_and_steps(step):
+    """transformers' own, as it prepares them; without a cache all is computed anew at each step."""
     model, usual = tiny("llama"), generate(tiny("llama"), PROMPTS, max_new_tokens=6, do_sample=False)
-    ours = generate(model, PROMPTS, max_new_tokens=6, do_sample=False, **cache)
-    assert torch.equal(ours.ids, model.generate(**PROMPTS, max_new_tokens=6, do_sample=False, **cache))
+    ours = generate(model, PROMPTS, max_new_tokens=6, do_sample=False, **step)
+    assert torch.equal(ours.ids, model.generate(**PROMPTS, max_new_tokens=6, do_sample=False, **step))
     torch.testing.assert_close(ours.record.logsumexp, usual.record.logsumexp, rtol=1e-4, atol=1e-4)
 
 
