@@ -67,6 +67,8 @@ def test_bytes_of_a_token():
 def test_writing_steps_into_a_preallocated_record():
     hidden, head = torch.randn(2, 3, H), ll.LMHead(torch.randn(V, H))
     whole = SampleRecord.empty((2, 4), keep=4, vocab_size=V)
+    assert (whole.topk_ids == -1).all()
+    assert whole.perplexity.tolist() == [1, 1]
     for t in range(3):
         noise = Noise(NOISE.seeds[:, t], NOISE.positions[:, t])
         whole.write((slice(None), t), ll.sample_tokens(hidden[:, t], head, keep=4, noise=noise))
@@ -132,6 +134,7 @@ def test_rows_that_a_processor_changed_stay_known_as_such():
         empty.write((slice(None), 0), changed)
     whole = replace(empty, processed=True)
     whole.write((slice(None), 0), changed)
+    assert whole.to_arrow().schema.metadata[b"processed"] == b"true"
     with pytest.raises(OptionError, match="no logits processor changed"):
         whole.sampling_mask()
 
