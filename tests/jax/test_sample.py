@@ -287,6 +287,15 @@ def test_the_temperature_has_no_gradient():
     assert jax.grad(share)(0.7) == 0
 
 
+def test_a_token_is_never_above_itself():
+    """Where XLA multiplies and adds in one step for the record, and in two for the count."""
+    hidden, weight = torch.randn(40, 1), 30 * torch.randn(7, 1)
+    head = LMHead(array(weight), array(torch.randn(7)))
+    record = sample_tokens(array(hidden), head, Noise(jnp.arange(40), 0), top_p=0.01, keep=1)
+    np.testing.assert_array_equal(record.token, record.topk_ids[:, 0])
+    np.testing.assert_array_equal(record.rank, 1)
+
+
 def test_no_temporary_of_the_logits_size():
     hidden, head = jnp.ones((512, 64)), LMHead(jnp.ones((8192, 64)))
     run = jax.jit(lambda h, w, n: sample_tokens(h, w, n, top_p=0.9, memory_budget=1 << 21))

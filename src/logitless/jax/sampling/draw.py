@@ -52,7 +52,7 @@ class Draw:
             sampled = Drawn(noisy_token, noisy_logit, live, zero) if rules.none else self._among(rules, log_s)
             drawn = Drawn(*(jnp.where(greedy, a, b) for a, b in zip(drawn, sampled, strict=True)))
             log_sum = jnp.where(greedy, 0.0, totals.m / self._divisor + log_s)
-            rank = 1 + self._count_above(drawn.logit)
+            rank = 1 + self._count_above(drawn)
         possible = jnp.isfinite(totals.m)  # a row without a possible entry, or of NaN, has no token
         return SampleRecord(
             token=jnp.where(possible, drawn.token, -1),
@@ -118,13 +118,14 @@ class Draw:
             drawn = tuple(jnp.take_along_axis(x, device, 0)[0] for x in every)
         return jnp.log(total), live, (drawn[1], drawn[2])
 
-    def _count_above(self, logit: Array) -> Array:
-        """How many logits are higher."""
+    def _count_above(self, drawn: Drawn) -> Array:
+        """How many logits are higher, never the token's own: XLA may compute it anew, and round it apart."""
 
         def step(count, each):
             """A slice's higher logits added."""
-            part = self.chunk.slice_at(*each)
-            return count + (part.fresh & (part.z > logit[:, None])).sum(1, dtype=jnp.int32), None
+            part, ids = self.chunk.slice_at(*each), self.chunk.place(each[0])[1]
+            above = part.fresh & (part.z > drawn.logit[:, None]) & (ids != drawn.token[:, None])
+            return count + above.sum(1, dtype=jnp.int32), None
 
         count, _ = lax.scan(step, self._zero_counts(), (self.chunk.slices(), self.accumulated.slices))
         axis = self.chunk.options.axis_name
