@@ -385,6 +385,7 @@ def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch, step):
     assert run(replace(stored(place, AlignConfig()), resume=place), QUIET)["steps"] == 4
 
 
+@pytest.mark.slow  # the same in this process, bit for bit, is below, and kills of processes in runs/test_killed.py
 def test_a_killed_run_resumes_with_the_same_completions(start, finished, tmp_path):
     place = tmp_path / "killed"
     killed_at(5, "align", *flags(replace(start, max_steps=8)), "--output-dir", place)
