@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+from typing import Any
 
 import hypothesis
 import numpy
@@ -101,11 +102,22 @@ def cases_on(backend: str, items: list[pytest.Item]) -> dict[str, list[pytest.It
     return found
 
 
-def is_black(item: pytest.Item) -> bool:
-    """Whether a case lies on a black square, were its `parametrize` marks the sides of a chessboard."""
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    firsts = [names.split(",")[0].strip() if isinstance(names, str) else names[0] for names in names]
-    return sum(item.callspec.indices[name] for name in firsts) % 2 == 1
+def black_squares(items: list[Any]) -> list[Any]:
+    """Every other case of `halved` tests: the black ones, were `parametrize` marks the sides of a chessboard."""
+    sides: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+    found = []
+    for item in items:
+        if item.get_closest_marker("halved") is None:
+            continue
+        square = 0
+        for mark in item.iter_markers("parametrize"):
+            given = mark.args[0]
+            names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+            side = sides.setdefault((item.nodeid.partition("[")[0], *names), {})  # pytest's own indices are the case's
+            square += side.setdefault(tuple(id(item.callspec.params[name]) for name in names), len(side))
+        if square % 2:
+            found.append(item)
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -115,8 +127,8 @@ def pytest_collection_modifyitems(config, items):
     The compiled backend is the eager one but for its loops: it gets the middle one alone, in the slow suite. Of a test
     that is `halved` the fast suite runs every other case elsewhere.
     """
-    for item in items:
-        if item.get_closest_marker("halved") and item.callspec.params.get("backend") != "triton" and is_black(item):
+    for item in black_squares(items):
+        if item.callspec.params.get("backend") != "triton":
             item.add_marker(pytest.mark.slow)
     for cases in cases_on("triton", items).values():
         for i, item in enumerate(cases):

@@ -402,9 +402,9 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module", params=["intuitor", "dpo"])
 def epochs(request, start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
-    """Options of a run of two or three steps an epoch, with a checkpoint every second step, and its curve."""
+    """Options of a run of three or six steps an epoch, with a checkpoint every second step, and its curve."""
     place = tmp_path_factory.mktemp("epochs")
-    rows = [{"prompt": f"d{i:02d} x{i} =", "chosen": f" {i}", "rejected": f" {i} {i}"} for i in range(8)]
+    rows = [{"prompt": f"d{i:02d} x{i} =", "chosen": f" {i}", "rejected": f" {i} {i}"} for i in range(13)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"method": request.param, "data": str(place / "rows.jsonl"), "max_steps": 8}
     config = replace(start, **given, output_dir=place / "run")

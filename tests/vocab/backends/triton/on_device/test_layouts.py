@@ -9,16 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from logitless.vocab.backends.products import add_product, product
 from logitless.vocab.reference import dense_token_stats
 from tests.support.plain import over, slow
 from tests.support.vocab.comparing import ALONE, EVERYTHING, Operands, operands
 from tests.support.vocab.triton_calls import (
-    add_product,
     blocks_of_rows,
     check,
     no_kernel_for_slices,
     one_kernel,
-    product,
     sizes,
     slice_names,
     slices_in,
