@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from bench.harness import THREADS, environment, write_line
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled.library import library
 from logitless.vocab.devices import has_bf16_pairs, has_bf16_tiles
 
@@ -35,7 +35,7 @@ def multiplying(way):
         yield
         return
     with (
-        patch.object(conversions, "has_bf16_tiles", lambda x: False),
+        patch.object(logits, "has_bf16_tiles", lambda x: False),
         patch.object(library(), "multiplies_pairs", lambda: 0),
     ):
         yield

@@ -14,7 +14,7 @@ import torch
 
 from bench.harness import THREADS, environment, in_turns, write_line
 from logitless.algebra.costs import WHOLE_WIDTH
-from logitless.vocab.backends.products import product_in_columns
+from logitless.vocab.backends.logits import product_in_columns
 
 HIDDEN, VOCAB = 512, 131_072
 

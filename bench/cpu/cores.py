@@ -23,7 +23,7 @@ import torch
 from bench.harness import THREADS, environment, write_line
 from logitless.algebra.costs import WHOLE_WIDTH
 from logitless.vocab.backends.eager import threads
-from logitless.vocab.backends.products import add_product
+from logitless.vocab.backends.logits import add_product
 
 TOKENS, HIDDEN, VOCAB = 256, 512, 131_072
 TURNS = 100_000

@@ -15,8 +15,7 @@ from bench import peers
 from bench.cases import CASES, CLIP, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
 from logitless.algebra.costs import fused_slices_of
 from logitless.sample import SamplingMask
-from logitless.vocab.backends.conversions import operand_dtype
-from logitless.vocab.backends.products import add_product, product
+from logitless.vocab.backends.logits import add_product, operand_dtype, product
 from logitless.vocab.backends.triton.tuned import table_for
 
 MIB = 1 << 20

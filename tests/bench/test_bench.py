@@ -10,7 +10,7 @@ import torch
 
 import logitless as ll
 from bench import cases, gate, harness, in_turn, peers, plot, ratios, run
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import library, stream
 from logitless.vocab.call import compiled_support
 from tests.support.bench import wrong_methods
@@ -90,7 +90,7 @@ def test_the_summary_shows_the_backend_that_a_call_takes_unasked(name, monkeypat
     if stream_is_missing():
         pytest.skip("calls add logits up in registers where a compiler makes a library for the processor")
     monkeypatch.setattr(stream, "is_intel", lambda: False)  # there it is measured
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda x: False)
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     shape, case = cases.SHAPES["full"], cases.CASES[name]
     hidden, weight, other = torch.empty(shape.tokens, shape.hidden), *(torch.empty(shape.vocab, shape.hidden),) * 2
     for leaf in case.wrt:

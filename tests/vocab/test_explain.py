@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.call import choice
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
@@ -154,7 +154,7 @@ def test_what_forming_a_gradient_takes_beside_it(trained, loss):
 @not_interpreted
 def test_what_rounds_a_reverse_kls_weights_recomputes(device, dtype, tiles, method, monkeypatch):
     """A GPU multiplies operands of 16 bits as they are, and so do a CPU's tiles; another CPU widens them."""
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda device_type: tiles and device_type == "cpu")
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda device_type: tiles and device_type == "cpu")
     hidden, weight = (torch.empty(n, 16, dtype=dtype, device=device) for n in (8, 99))
     head = ll.LMHead(weight)
     said = ll.explain(hidden.requires_grad_(), head, want=("reverse_kl",), reference=(hidden.detach(), head))

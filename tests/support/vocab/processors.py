@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import library
 from logitless.vocab.call import compiled_support
 from logitless.vocab.devices import has_bf16_pairs, has_bf16_tiles
@@ -22,5 +22,5 @@ FLAGS = {"pairs": library.PAIRS, "tiles": library.PAIRS + TILES}
 def multiply_by(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the library multiply bf16 operands by `pairs`, or by `tiles`, as on a processor that has these."""
     monkeypatch.setattr(library, "_more", lambda: FLAGS[kind])
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda device_type: device_type == "cpu" and kind == "tiles")
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda device_type: device_type == "cpu" and kind == "tiles")
     assert library.library().multiplies_tiles() == (kind == "tiles")

@@ -17,7 +17,7 @@ import logitless as ll
 from logitless.algebra.costs import Price
 from logitless.sample import tokens, triton_draw
 from logitless.sample.record import SampleRecord
-from logitless.vocab.backends import conversions, logits
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.eager import backend as eager_backend
 from logitless.vocab.backends.triton import backend, slices, tuned, weights
 from logitless.vocab.backends.triton import rows as triton_rows
@@ -26,6 +26,7 @@ from logitless.vocab.passes.engine import Pass
 from tests.support.vocab.comparing import Operands, compare
 from tests.support.vocab.triton_seen import NoWaiting
 
+product, add_product = logits.product, logits.add_product
 Result = TypeVar("Result")
 
 
@@ -118,7 +119,7 @@ def half_products(device: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(patch.object(conversions, "has_out_dtype", lambda _: True))
+            stack.enter_context(patch.object(logits, "has_out_dtype", lambda _: True))
             for module in (logits, slices, backend, weights, eager_backend):
                 stack.enter_context(patch.object(module, "add_product", addmm))
             for module in (logits, slices, backend, weights):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import library
 from logitless.vocab.backends.logits import Factor
 from logitless.vocab.reference import dense_token_stats
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not ONEDNN.is_available(), reason="this torch ha
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
     """Whether each product so far was to be of tiles."""
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda device_type: device_type == "cpu")
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda device_type: device_type == "cpu")
     if (found := library.library()) is not None:  # whose tiles are in tests/vocab/backends/compiled/test_pairs.py
         monkeypatch.setattr(found, "multiplies_tiles", lambda: 0)
     seen = []

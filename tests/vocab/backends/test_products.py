@@ -5,8 +5,8 @@ import torch
 
 import logitless as ll
 from logitless.resident import AllocationTracker
-from logitless.vocab.backends import products
-from logitless.vocab.backends.products import NARROW, PIECE, SOME, add_product, product
+from logitless.vocab.backends import logits
+from logitless.vocab.backends.logits import NARROW, PIECE, SOME, add_product, product
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import operands
 
@@ -16,7 +16,7 @@ WIDE = PIECE + 70
 @pytest.fixture(autouse=True)
 def processor(monkeypatch):
     """One whose rows are the slower ones."""
-    monkeypatch.setattr(products, "is_intel", lambda: False)
+    monkeypatch.setattr(logits, "is_intel", lambda: False)
 
 
 def matrices(rows, inner, columns, dtype=torch.float32):
@@ -27,13 +27,13 @@ def matrices(rows, inner, columns, dtype=torch.float32):
 
 def in_columns(monkeypatch):
     """The rows of each product that is computed in columns from here on."""
-    found, usual = [], products.product_in_columns
+    found, usual = [], logits.product_in_columns
 
     def taken(a, b, out):
         found.append(len(a))
         return usual(a, b, out)
 
-    monkeypatch.setattr(products, "product_in_columns", taken)
+    monkeypatch.setattr(logits, "product_in_columns", taken)
     return found
 
 
@@ -67,9 +67,9 @@ def test_one_row_in_parts(columns):
 
 def test_an_intel_processor_multiplies_rows(monkeypatch):
     """They are no slower there, and of a few tokens nearer to float64."""
-    monkeypatch.setattr(products, "is_intel", lambda: True)
+    monkeypatch.setattr(logits, "is_intel", lambda: True)
     taken = in_columns(monkeypatch)
-    monkeypatch.setattr(products, "product_of_one", lambda *given: taken.append(1))
+    monkeypatch.setattr(logits, "product_of_one", lambda *given: taken.append(1))
     product(*matrices(8, 300, WIDE))
     product(*matrices(1, 300, WIDE))
     assert not taken
@@ -154,8 +154,8 @@ def test_statistics_of_some_tokens(n, monkeypatch):
 )
 def test_what_is_left_of_whole_blocks_is_multiplied_apart(operation, rows_depth_columns, monkeypatch):
     """As on a GPU, whose library is slow where a row of numbers ends within a block."""
-    monkeypatch.setattr(products, "CUT", ("cpu",))
-    monkeypatch.setattr(products, "_is_chained", lambda _: False)
+    monkeypatch.setattr(logits, "CUT", ("cpu",))
+    monkeypatch.setattr(logits, "_is_chained", lambda _: False)
     asked, plain, adds = [], torch.mm, torch.Tensor.addmm_
     monkeypatch.setattr(torch, "mm", lambda a, b, out: asked.append((*a.shape, b.shape[1])) or plain(a, b, out=out))
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda x, a, b: asked.append((*a.shape, b.shape[1])) or adds(x, a, b))

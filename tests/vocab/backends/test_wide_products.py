@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import logitless as ll
-from logitless.vocab.backends import products
+from logitless.vocab.backends import logits
 from logitless.vocab.reference import dense_token_stats
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, operands
 
@@ -20,12 +20,12 @@ def asked(monkeypatch):
             raise errors.pop()
         return a.to(out_dtype) @ b.to(out_dtype)
 
-    products._multiplies_wide.cache_clear()
+    logits._multiplies_wide.cache_clear()
     monkeypatch.setattr(torch, "ones", lambda *sizes, dtype, device: ones(*sizes, dtype=dtype))
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(products, "add_product", lambda a, b, out: out)
+    monkeypatch.setattr(logits, "add_product", lambda a, b, out: out)
     yield errors
-    products._multiplies_wide.cache_clear()
+    logits._multiplies_wide.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def asked(monkeypatch):
 def test_a_full_device_is_asked_again(asked, error):
     asked.append(error)
     with pytest.raises(RuntimeError, match=str(error)[:10]):
-        products.has_out_dtype("cuda")
-    assert products.has_out_dtype("cuda")
+        logits.has_out_dtype("cuda")
+    assert logits.has_out_dtype("cuda")
 
 
 def test_a_device_without_them_is_asked_once(asked):
     asked.append(RuntimeError("out_dtype must be the same as input dtype"))
-    assert not products.has_out_dtype("cuda")
-    assert not products.has_out_dtype("cuda")
+    assert not logits.has_out_dtype("cuda")
+    assert not logits.has_out_dtype("cuda")
 
 
 def test_the_device_is_asked_while_a_graph_is_traced(asked, monkeypatch):
     kinds = []
-    monkeypatch.setattr(products, "add_product", lambda a, b, out: kinds.append(type(a)))
+    monkeypatch.setattr(logits, "add_product", lambda a, b, out: kinds.append(type(a)))
     with FakeTensorMode():
-        assert products.has_out_dtype("cuda")
+        assert logits.has_out_dtype("cuda")
     assert kinds == [torch.Tensor]
 
 
@@ -73,7 +73,7 @@ def wide(monkeypatch):
         seen.append(out_dtype)
         return addmm(x, a.to(out_dtype), b.to(out_dtype), out=out)
 
-    monkeypatch.setattr(products, "_multiplies_wide", lambda device_type: True)
+    monkeypatch.setattr(logits, "_multiplies_wide", lambda device_type: True)
     monkeypatch.setattr(torch, "mm", wide_mm)
     monkeypatch.setattr(torch, "addmm", wide_addmm)
     return seen

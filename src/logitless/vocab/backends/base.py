@@ -32,8 +32,8 @@ from ..call.sampling_mask import Places, SamplingMask
 from . import rows as plain_rows
 from .chunk import Chunk
 from .compiled import few
-from .conversions import converts, logits_grad_dtype, multiplied_dtype, multiplies_few
-from .logits import FewRows
+from .conversions import converts, multiplied_dtype, multiplies_few
+from .logits import FewRows, logits_grad_dtype
 from .sets import Entries, Logits
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory

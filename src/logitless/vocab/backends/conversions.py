@@ -1,4 +1,4 @@
-"""In which dtype a head's operands multiply, and what is converted for it."""
+"""In which dtype a call's heads multiply, and what is converted for it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,9 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..devices import has_bf16_tiles
 from ..head.quantised import Weight
 from .compiled import few
-from .products import has_out_dtype
-
-
-def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """The dtype that the GEMM's operands have: their own where products come out in fp32, else the compute dtype."""
-    return hidden.dtype if are_half(hidden, weight) and has_out_dtype(hidden.device.type) else compute
-
-
-def are_half(hidden: Tensor, weight: torch.dtype) -> bool:
-    """Whether both operands have 16 bits, the same ones."""
-    return hidden.dtype == weight and weight in (torch.bfloat16, torch.float16)
-
-
-def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """What dL/dz is rounded to for its products: as the operands, but fp16 has no room for what a mean makes of p."""
-    return compute if operand == torch.float16 else operand
-
-
-def multiplies_tiles(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> bool:
-    """Whether a CPU multiplies these operands of bf16 in tiles, with sums in fp32. docs/decisions/0049 and 0058"""
-    return hidden.dtype == weight == torch.bfloat16 and compute == torch.float32 and has_bf16_tiles(hidden.device.type)
+from .logits import multiplies_tiles, operand_dtype
 
 
 def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:

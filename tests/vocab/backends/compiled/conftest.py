@@ -2,7 +2,7 @@
 
 import pytest
 
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import stream
 
 
@@ -12,7 +12,7 @@ def streamed(monkeypatch):
     chunks = []
     accumulate = stream.accumulate
     monkeypatch.setattr(stream, "is_intel", lambda: False)
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda x: False)
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(stream, "FEW", 1)
     monkeypatch.setattr(
         stream, "accumulate", lambda chunk, *how: chunks.append(chunk.n_tokens) or accumulate(chunk, *how)

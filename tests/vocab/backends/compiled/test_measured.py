@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends import conversions
+from logitless.vocab.backends import logits
 from logitless.vocab.backends.compiled import measured, stream
 from tests.support.vocab.processors import needs_library
 
@@ -51,7 +51,7 @@ def test_where_nothing_can_be_kept_each_process_measures(place, monkeypatch):
 def test_an_intel_processor_takes_what_is_faster(intel, ratio, taken, place, monkeypatch):
     """Values, whose alternative reads each slice again, sooner than a loss, whose other products are bare."""
     monkeypatch.setattr(stream, "is_intel", lambda: intel)
-    monkeypatch.setattr(conversions, "has_bf16_tiles", lambda x: False)
+    monkeypatch.setattr(logits, "has_bf16_tiles", lambda x: False)
     monkeypatch.setattr(measured, "_measure", lambda: ratio)
     hidden, labels = torch.randn(40, 8), torch.randint(1031, (40,))
     head = ll.LMHead(torch.randn(1031, 8).requires_grad_())

@@ -7,7 +7,7 @@ import logitless as ll
 from logitless.resident import AllocationTracker
 from logitless.vocab.backends.eager import threads
 from logitless.vocab.backends.eager.threads import SHARE, TERMS, TOKENS, collect, maxima, shares_of, sums
-from logitless.vocab.backends.products import add_product
+from logitless.vocab.backends.logits import add_product
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import assert_near_in_norm, operands
 

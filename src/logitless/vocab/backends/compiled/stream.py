@@ -21,8 +21,7 @@ from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Partial
 from ..chunk import Chunk, Tile
-from ..conversions import multiplies_tiles
-from ..logits import Projection
+from ..logits import Projection, multiplies_tiles
 from ..moves import normalised
 from . import measured
 from .backward import bytes_beside

@@ -16,10 +16,8 @@ from ...call.call import Call, Needs
 from ...devices import bf16_products
 from ..base import Backend, Gradients, Partial, is_dense, p_alone
 from ..chunk import Chunk, Tile
-from ..conversions import logits_grad_dtype
-from ..logits import GivenLogits, Operands, exp_, exp_into
+from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
 from ..moves import Moves, normalised
-from ..products import add_product, product
 from ..skip import SliceMass
 from . import sets
 from .formulas import RATIO, SURE, Form, add_slice, logits_grad, second_shares, without_maximum

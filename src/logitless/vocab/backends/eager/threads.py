@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chunk import lies_in_columns
-from ..products import FEW
+from ..logits import FEW
 
 SHARE = 1 << 15  # numbers that an element-wise operation of torch has for a thread at least
 THREADS = range(2, 5)  # with how many each gets a share of a product's terms

@@ -13,8 +13,7 @@ from ....algebra.online_softmax import Totals
 from ...devices import bf16_products
 from ..base import Gradients
 from ..chunk import Chunk, Tile
-from ..logits import exp_
-from ..products import add_product, product
+from ..logits import add_product, exp_, product
 from .threads import collect, shares_of, sums
 
 MOST = 4096.0  # what a slice's weights may add up to: those of equal logits do to less, a level far too low to more

@@ -24,10 +24,9 @@ from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Backend, Gradients, Partial, is_dense, p_alone
 from ..chunk import Chunk, Tile
-from ..conversions import logits_grad_dtype, multiplied_dtype
-from ..logits import Operands
+from ..conversions import multiplied_dtype
+from ..logits import Operands, add_product, logits_grad_dtype, product
 from ..moves import normalised
-from ..products import add_product, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference, merge

@@ -14,8 +14,7 @@ from ....algebra.costs import ALIGNED, aligned
 from ....algebra.online_softmax import Totals
 from ....algebra.stats import Coefficients
 from ..chunk import Chunk, Tile
-from ..logits import Operands, Projection
-from ..products import add_product, product
+from ..logits import Operands, Projection, add_product, product
 from .logits_grad_kernels import COEFFICIENTS, TOTALS
 
 

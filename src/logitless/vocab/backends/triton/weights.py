@@ -23,10 +23,9 @@ from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Gradients, Partial
 from ..chunk import Chunk, Tile
-from ..conversions import operand_dtype
 from ..eager.weights import scale_of
+from ..logits import add_product, operand_dtype, product
 from ..moves import normalised
-from ..products import add_product, product
 from . import weights_kernels
 from .parts import accumulation_of, merge
 from .slices import buffer_of, heads_of

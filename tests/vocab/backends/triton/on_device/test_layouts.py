@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.vocab.backends.products import add_product, product
+from logitless.vocab.backends.logits import add_product, product
 from logitless.vocab.reference import dense_token_stats
 from tests.support.plain import over, slow
 from tests.support.vocab.comparing import ALONE, EVERYTHING, Operands, operands
