@@ -57,7 +57,7 @@ def test_in_rows_where_torch_multiplies_by_onednn(monkeypatch):
     assert not any(asked)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=[pytest.mark.compiled, pytest.mark.slow])])
 @pytest.mark.parametrize("want", [("logprob", "entropy"), ("logprob", "kl"), ("jsd",)], ids=str)
 def test_logits_that_a_gradient_needs_again_lie_in_columns(want, backend, monkeypatch):
     asked = lying(monkeypatch)
@@ -78,7 +78,7 @@ def test_many_tokens_and_what_is_sorted_given_or_has_no_gradient_lie_in_rows(mon
     assert not any(asked)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=[pytest.mark.compiled, pytest.mark.slow])])
 @pytest.mark.parametrize("want", [("logprob", "entropy"), ("logprob", "kl"), ("rank", "self_certainty")], ids=str)
 def test_values_of_some_tokens_lie_in_columns(want, backend, monkeypatch):
     monkeypatch.setattr(stream, "takes", lambda *how, **more: False)  # in registers there are no slices
