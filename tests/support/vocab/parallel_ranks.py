@@ -235,7 +235,7 @@ def traffic(group: Any) -> None:
     beside = {"top_k": 3, "candidates": torch.zeros(128, 2, dtype=torch.int64)}
     over = {"sampling_mask": SamplingMask.of(sets)}
     wanted = (("logprob",), ("logprob", "entropy", "rank", "sum_sq_prob"), ("kl", "reverse_kl", "jsd", "max_logit"))
-    calls = ((one.ops.labels, 1 << 16, beside), (labels, 1 << 16, over), (labels, 1 << 10, over))
+    calls = ((one.ops.labels, 1 << 18, beside), (labels, 1 << 16, over), (labels, 1 << 10, over))
     for want, (given, budget, others) in product(wanted, calls):
         more: dict[str, Any] = {"want": want, "memory_budget": budget, **others}
         more["reference"] = one.reference if "kl" in want else None
