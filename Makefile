@@ -196,13 +196,13 @@ wheel-test: .venv/dev.stamp
 
 # In a variable, since make splits a call's arguments at commas.
 DEV_EXTRAS := train,rl,docs,bench,dev
-# The package with some extras. All cores compile what pip installed, where pip would use one, but for packages' tests;
-# some packages' templates are no Python.
+# The package with some extras. All cores compile it and what pip installed, where pip would use one, but for packages'
+# tests; some packages' templates are no Python.
 define install
 	$(PIP) --no-compile torch
 	$(PIP) --no-compile --editable '.[$(1)]'
 	$(SMOLLM2)
-	$(BIN)/python -m compileall -qq --workers 0 -x /tests/ .venv/lib || true
+	$(BIN)/python -m compileall -qq --workers 0 -x /tests/ .venv/lib src || true
 endef
 
 .venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
