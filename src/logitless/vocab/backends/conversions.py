@@ -11,14 +11,19 @@ from .compiled import few
 from .logits import multiplies_tiles, operand_dtype
 
 
+def cast_of(call: Call, weight: Weight) -> torch.dtype:
+    """The dtype that a head's weight is rounded to: autocast's, or its own."""
+    return call.options.autocast or weight.dtype
+
+
 def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
-    """The dtype that a head's weight multiplies in."""
-    return operand_dtype(call.inputs.hidden, call.options.autocast or weight.dtype, call.compute)
+    """The dtype that it multiplies in."""
+    return operand_dtype(call.inputs.hidden, cast_of(call, weight), call.compute)
 
 
 def converts(call: Call, weight: Weight) -> bool:
-    """Whether that is not its own."""
-    return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
+    """Whether one of the two is not its own."""
+    return weight.dtype != cast_of(call, weight) or weight.dtype != multiplied_dtype(call, weight)
 
 
 def multiplies_few(call: Call) -> bool:
@@ -27,18 +32,16 @@ def multiplies_few(call: Call) -> bool:
     Not of a sharded head, whose ranks take the same chunks.
     """
     hidden, weight = call.inputs.hidden, call.head.weight
-    cast = call.options.autocast or weight.dtype
-    if call.shard is not None or not isinstance(weight, Tensor) or weight.dtype != cast:
+    if call.shard is not None or not isinstance(weight, Tensor) or weight.dtype != cast_of(call, weight):
         return False
-    if not multiplies_tiles(hidden, cast, call.compute) or not few.takes(
-        call.n_tokens, hidden.detach(), weight.detach()
-    ):
+    tiled = multiplies_tiles(hidden, weight.dtype, call.compute)
+    if not tiled or not few.takes(call.n_tokens, hidden.detach(), weight.detach()):
         return False
     return few.nbytes(weight.shape[1]) <= call.budget // 4
 
 
 def rounds_weights(call: Call) -> bool:
     """Whether what weighs the head's rows is rounded to 16 bits for its products: on a GPU, and in a CPU's tiles."""
-    hidden, weight = call.inputs.hidden, call.options.autocast or call.head.weight.dtype
-    narrow = multiplied_dtype(call, call.head.weight) != call.compute
-    return narrow or multiplies_tiles(hidden, weight, call.compute)
+    weight = call.head.weight
+    narrow = multiplied_dtype(call, weight) != call.compute
+    return narrow or multiplies_tiles(call.inputs.hidden, cast_of(call, weight), call.compute)

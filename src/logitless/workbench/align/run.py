@@ -29,7 +29,7 @@ from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.ranks import agree, first, lost, together
 from ..runs.rundir import as_begun, claim, options_kept, ranks_at_start, record
 from ..runs.steps import taking_steps
-from ..runs.trainer import model_facts, on_processors, quiet, save_model
+from ..runs.trainer import gathered, model_facts, on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sft.launcher import NOT_COMPILED, check_told
 from ..sources.corpus import Row
@@ -98,7 +98,7 @@ def _placed(
         weights = _steps(parts, trainer)
     if not PartialState().is_main_process:
         return {}
-    return _conclude(parts, trainer, _trained(config, source, tokenizer, trainer, weights), weights)
+    return _conclude(parts, trainer, _trained(parts, source, trainer, weights), weights)
 
 
 @contextmanager
@@ -224,19 +224,15 @@ def _examples(parts: Alignment, trainer: Any, when: str) -> None:
     examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, order=config.order, **sampling)
 
 
-def _trained(
-    config: AlignConfig, source: ModelSource, tokenizer: TextTokenizer, trainer: Any, weights: dict[str, Any]
-) -> Any:
+def _trained(parts: Alignment, source: ModelSource, trainer: Any, weights: dict[str, Any]) -> Any:
     """The trained model; where FSDP2 of accelerate's launcher divided it, a new one of the gathered weights."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")  # TRL's copy of the adapters as they began
     if not trainer.accelerator.is_fsdp2:
         return model
-    whole = build(config, source, length=1)  # this is the first rank alone, which cannot merge adapters that all hold
-    align_tokens(whole, tokenizer)
-    whole.load_state_dict({name: weights[name] for name in whole.state_dict()})
-    return whole
+    weights = {name: weights[name] for name in model.state_dict()}  # without that copy's
+    return gathered(parts.config, source, parts.tokenizer, weights, length=1)
 
 
 def _conclude(parts: Alignment, trainer: Any, model: Any, weights: dict[str, Any]) -> dict[str, Any]:

@@ -126,8 +126,9 @@ def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[s
     config, ranks = parts.config, PartialState().num_processes
     # an epoch's last pairs would be filled up with its first ones, or weigh more in a step than those of whole batches
     whole = len(parts.train) >= config.batch_size * ranks and len(parts.held_out) >= ranks
-    shared["dataloader_drop_last"] = whole
-    given = arguments(config, parts.place, config.rate, DPOConfig, max_length=None, **shared)
+    given = arguments(
+        config, parts.place, config.rate, DPOConfig, max_length=None, dataloader_drop_last=whole, **shared
+    )
     return DPOTrainer(model=model, args=given, processing_class=_with_markers(parts.tokenizer), **data)
 
 

@@ -97,9 +97,10 @@ def name_of(model: str) -> str:
     if is_packed(model):
         return packed_name(model)
     path = Path(model)
-    if path.is_file() and path.name != "config.json":
-        return path.stem
-    path = path.parent if path.is_file() else path
+    if path.is_file():
+        if path.name != "config.json":
+            return path.stem
+        path = path.parent
     return path.name or path.resolve().name
 
 

@@ -14,6 +14,8 @@ from transformers import TrainingArguments
 from ..common import say
 from ..common.files import write_whole
 from ..common.options import RunOptions
+from ..sources.generation import align_tokens
+from ..sources.model import ModelSource, build
 from ..sources.tokenizer import TextTokenizer
 
 CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
@@ -69,6 +71,23 @@ def model_facts(model: Any) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "dtype": str(model.get_output_embeddings().weight.dtype).removeprefix("torch."),
     }
+
+
+def gathered(
+    config: RunOptions,
+    source: ModelSource,
+    tokenizer: TextTokenizer,
+    weights: dict[str, Any],
+    length: int | None = None,
+) -> Any:
+    """A new model of weights of which each rank had a share: the first rank alone cannot merge adapters of the old one.
+
+    length: as `build` takes it.
+    """
+    model = build(config, source, length)
+    align_tokens(model, tokenizer)
+    model.load_state_dict(weights)
+    return model
 
 
 def save_model(

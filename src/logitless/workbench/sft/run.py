@@ -39,7 +39,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import claim, name_of, options_kept, ranks_at_start, record
 from ..runs.steps import taking_steps
 from ..runs.trackers import check_tracker, project
-from ..runs.trainer import arguments, model_facts, on_processors, quiet, save_model
+from ..runs.trainer import arguments, gathered, model_facts, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.identity import files_of
 from ..sources.model import ModelSource, build, check_mixed, load_tokenizer, reaching, resolve, rounding_of
@@ -277,10 +277,8 @@ def _is_shared(checkpoint: Path) -> bool:
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
     """Saves the model, draws the plots and writes the summary."""
     config, place = parts.config, parts.place
-    if not parts.layout.whole:  # its parameters are on all ranks, and this is the first one alone
-        model = build(config, parts.source)
-        align_tokens(model, parts.tokenizer)
-        model.load_state_dict(weights)
+    if not parts.layout.whole:
+        model = gathered(config, parts.source, parts.tokenizer, weights)
     facts = model_facts(model)
     vocab, weight = parts.source.vocab_size, model.get_output_embeddings().weight
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else weight.dtype  # of logits

@@ -21,6 +21,7 @@ from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Partial
 from ..chunk import Chunk, Tile
+from ..conversions import cast_of
 from ..logits import Projection, multiplies_tiles
 from ..moves import normalised
 from . import measured
@@ -70,9 +71,8 @@ def _multiplies(call: Call, head: LMHead, hidden: Tensor, lora_b: Tensor | None)
     tables = [head.weight] + ([] if lora_b is None else [lora_b])
     if not all(isinstance(x, Tensor) and is_plain(x.detach()) and x.stride(1) == 1 for x in tables):
         return False
-    cast = call.options.autocast or head.weight.dtype
     wide = all(x.dtype in (torch.float32, torch.bfloat16) for x in tables)
-    return wide and cast == head.weight.dtype and is_plain(hidden)
+    return wide and cast_of(call, head.weight) == head.weight.dtype and is_plain(hidden)
 
 
 def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | None:
