@@ -50,10 +50,16 @@ def part_of(path: Path) -> str:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax tree, which most rules look at."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported(path: Path) -> tuple[str, ...]:
     """Dotted names of everything a file imports, anywhere in it, relative imports resolved."""
     package, found = ["logitless", *path.relative_to(ROOT).parent.parts], []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -74,8 +80,7 @@ def own_parts(path: Path) -> set[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_every_part_has_a_layer():
@@ -127,6 +132,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
+@cache
 def files_imported(path: Path) -> set[str]:
     """The modules of logitless that a file imports, TYPE_CHECKING and local imports included."""
     found = set()
@@ -204,7 +210,7 @@ def test_a_package_is_used_through_its_face(path):
 
 @each_file
 def test_names_with_an_underscore_stay_in_their_file(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("logitless")):
             assert not [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
 
@@ -239,10 +245,9 @@ def test_functions_stay_short(path):
 
 @each_file
 def test_user_input_is_never_asserted_and_errors_never_swallowed(path):
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    asserts = [node for node in nodes if isinstance(node, ast.Assert)]
+    asserts = [node for node in nodes(path) if isinstance(node, ast.Assert)]
     assert not [node.lineno for node in asserts if not ast.unparse(node.test).endswith("is not None")]
-    handlers = [node for node in nodes if isinstance(node, ast.ExceptHandler)]
+    handlers = [node for node in nodes(path) if isinstance(node, ast.ExceptHandler)]
     swallowing = [h for h in handlers if all(isinstance(s, ast.Pass) for s in h.body)]
     broad = {"Exception", "BaseException"}
     assert not [h.lineno for h in swallowing if getattr(h.type, "id", None) in broad]

@@ -18,6 +18,7 @@ class Case(NamedTuple):
     label: str = ""
     arguments: Mapping[str, Any] = {}
     slow: bool = False
+    square: int = 0  # even or odd, as a chessboard's are white or black
 
 
 def cases_of(test: Callable[..., None]) -> list[Case]:
@@ -30,9 +31,14 @@ def over(name: str, values: Mapping[str, Any] | Iterable[Any], slow: Collection[
 
     def put(test: Test) -> Test:
         test.cases = [
-            Case("-".join(filter(None, (case.label, label))), {**case.arguments, name: x}, case.slow or label in slow)
+            Case(
+                "-".join(filter(None, (case.label, label))),
+                {**case.arguments, name: x},
+                case.slow or label in slow,
+                case.square + i,
+            )
             for case in cases_of(test)
-            for label, x in labelled.items()
+            for i, (label, x) in enumerate(labelled.items())
         ]
         return test
 
@@ -42,6 +48,12 @@ def over(name: str, values: Mapping[str, Any] | Iterable[Any], slow: Collection[
 def slow(test: Test) -> Test:
     """`make test-all` runs it, `make test` does not."""
     test.cases = [case._replace(slow=True) for case in cases_of(test)]
+    return test
+
+
+def halved(test: Test) -> Test:
+    """Every other case is slow, so that each value and most pairs of values stay fast."""
+    test.cases = [case._replace(slow=case.slow or case.square % 2 == 1) for case in cases_of(test)]
     return test
 
 

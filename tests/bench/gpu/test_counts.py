@@ -298,6 +298,7 @@ for sizes, kernel in forms("sums", 90, ((128, 128, 64, 8, 4),)):
 """
 
 
+@pytest.mark.slow
 def test_each_form_that_tuning_tries_is_compiled_with_its_sizes():
     persistent, apart = compiling("-c", FORMS)
     assert persistent.startswith("weigh_products | LABEL | WITH_T | PERSISTENT | ROWS | BLOCK | INNER | 128 tokens")

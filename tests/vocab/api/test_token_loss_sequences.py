@@ -160,6 +160,7 @@ def test_no_token_that_counts(lead, reduction, backend):
     assert all(x.grad is not None and x.grad.eq(0).all() for x in leaves_of(ops, (weights,)))
 
 
+@pytest.mark.slow_on("triton")
 def test_under_no_grad(backend):
     ops, inputs = responses()
     expected = call(gspo, ops, inputs, per="sequence", want=WANT, backend=backend).detach()

@@ -90,6 +90,7 @@ def test_explain_says_so_and_draws_no_mask(backend):
     assert "rank" not in str(ll.explain(ops.hidden, ll.LMHead(ops.weight), ops.labels, backend=backend))
 
 
+@pytest.mark.halved
 @not_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", [False, True])
@@ -156,6 +157,7 @@ def assert_same(got, expected, tolerance=1e-6):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.halved
 @pytest.mark.compiled
 @pytest.mark.parametrize("what", ["cross_entropy", "token_stats"])
 @pytest.mark.parametrize("frozen", [("lm_head",), ("lm_head", "b"), ()], ids=str)
@@ -218,6 +220,7 @@ def test_autocast_rounds_the_head_and_not_the_adapter(what):
         assert_near_in_norm(grad, want, 2**-7)
 
 
+@pytest.mark.slow_on("triton")
 def test_second_derivatives_are_refused(backend):
     ops = problem(*LORA)
     loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend=backend)

@@ -151,6 +151,7 @@ def test_token_loss(reduction, trainable, budget, backend):
     assert_lean(step, ops, budget)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -111,6 +111,7 @@ LONG = {
 }
 
 
+@pytest.mark.halved
 @pytest.mark.compiled  # fake tensors hold nothing to poison
 @pytest.mark.parametrize("lora", [0, 8])
 @pytest.mark.parametrize(("checkpointing", "tiles"), [(False, 1), (True, 1), (False, 3), (True, 3)])

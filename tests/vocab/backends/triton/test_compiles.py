@@ -8,7 +8,10 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [  # slow, since the fast tests of bench/gpu/counts compile those of every call, and bound their spills
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
 
 PROGRAM = r"""
 import json, re, subprocess, sys, tempfile

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from logitless.errors import OptionError
 from logitless.sample.record import names
 from logitless.vocab.noise import Noise
-from tests.support.plain import over, refusal
+from tests.support.plain import over, refusal, slow
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import captured, drawn, whole_rows
 
@@ -52,6 +52,7 @@ def test_drawn_past_the_best_entries(device):
     drawn_alike(operands((4,), 9, 1031, dtype=torch.float32, spread=0.2, bias=False).on(device), top_p=0.999)
 
 
+@slow
 def test_drawn_from_a_flat_row_in_parts(device):
     drawn_alike(operands((4,), 9, 5003, dtype=torch.float32, spread=0.01, bias=False).on(device), temperature=5.0)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.vocab.reference import dense_token_stats
-from tests.support.plain import over
+from tests.support.plain import halved, over
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import half_products, plain_kernel_alone, sizes
 
@@ -34,6 +34,7 @@ def held(device: str, ops: Operands, want: tuple[str, ...] = WANT, within: float
     return found
 
 
+@halved
 @over("budget", {"whole rows": None, "slices": 8_000})
 @over("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @over("vocab", [2, 63, 256, 301])
@@ -80,6 +81,7 @@ def risen(place: int, rise: float, dtype: torch.dtype) -> Operands:
     return Operands(ops.hidden.detach().to(dtype), ops.weight.detach().to(dtype), None, ops.labels)
 
 
+@halved
 @over(
     "rise",
     {
@@ -118,6 +120,7 @@ def test_one_number_that_is_not_one_is_seen(entry, device):
     assert found.isnan().all()
 
 
+@halved
 @over("budget", {"whole rows": None, "slices": 8_000})
 @over("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @over("vocab", [2, 63, 256, 301])

@@ -12,7 +12,7 @@ from logitless.vocab.backends.triton import rows, sets
 from logitless.vocab.backends.triton.sets import look_at
 from logitless.vocab.call.sampling_mask import Places
 from logitless.vocab.passes import kept
-from tests.support.plain import over
+from tests.support.plain import halved, over, slow
 from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.triton_calls import check
 
@@ -36,6 +36,7 @@ def sets_of(labels: torch.Tensor, sizes: tuple[int, ...]) -> SamplingMask:
     return SamplingMask.of(sets)
 
 
+@halved
 @over("want", {"log-prob": ("logprob",), "more": ("logprob", "entropy", "self_certainty", "max_logit", "sum_sq_prob")})
 @over("form", {"plain": {"bias": False}, "bias and softcap": {"softcap": 5.0}, "lora": {"ranks": (2,), "bias": False}})
 def test_statistics_and_gradients(want, form, device):
@@ -43,6 +44,7 @@ def test_statistics_and_gradients(want, form, device):
     check(device, ops, want, sampling_mask=mask_around(ops.labels).to(device), temperature=torch.rand(N) + 0.5)
 
 
+@halved
 @over("sizes", {"one block": (1, 64), "several": (65, 2, 140)})
 @over("form", {"plain": {"bias": False}, "softcap": {"softcap": 5.0}})
 def test_every_statistic_beside_a_reference(sizes, form, device):
@@ -61,7 +63,7 @@ def test_what_both_heads_like_comes_last(device):
     check(device, ops, ("kl", "reverse_kl"), sampling_mask=mask.to(device))
 
 
-@over("sizes", {"one block": (1, 40), "several": (65, 140)})
+@over("sizes", {"one block": (1, 40), "several": (65, 140)}, slow=["several"])
 def test_logits_of_minus_infinity_in_many_blocks(sizes, device):
     ops = operands((N,), H, V)
     with torch.no_grad():
@@ -93,6 +95,7 @@ def test_a_mask_whose_tensors_are_columns_of_others(device):
     check(device, ops, ("logprob", "entropy"), sampling_mask=SamplingMask(*columns))
 
 
+@halved
 @over("budget", {"one chunk": None, "several": 20_000})
 @over("form", {"plain": {"bias": False}, "bias, softcap and lora": {"softcap": 5.0, "ranks": (2,)}})
 @over("columns", {"": False, "in columns": True})
@@ -183,6 +186,7 @@ def test_a_label_that_is_ignored_is_doubted_though_its_set_has_it(device):
     check(device, ops, ("logprob", "entropy"), **options)
 
 
+@slow
 def test_large_sets_are_left_to_be_sorted(device):
     with patch.object(sets, "COMPARED", 199):
         assert look([FIRST, LATER], [3, 299], device) is None

@@ -5,13 +5,14 @@ from dataclasses import replace
 import torch
 
 from logitless.algebra.stats import STATISTICS
-from tests.support.plain import over
+from tests.support.plain import halved, over
 from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, PAIRED, all_at_once, operands
 from tests.support.vocab.triton_calls import check
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
+@halved
 @over("dtype", DTYPES)
 @over("name", EVERYTHING + FIXED)
 def test_each_statistic(name, dtype, device):

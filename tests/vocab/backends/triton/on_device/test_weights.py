@@ -17,7 +17,7 @@ from logitless.vocab.backends.chunk import Scratch
 from logitless.vocab.backends.triton import backend, weights
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.passes.price import planned, slices_for
-from tests.support.plain import over
+from tests.support.plain import halved, over
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import half_products, no_kernel_for_slices, sizes
 
@@ -83,6 +83,7 @@ def held(found: list[Tensor], true: list[Tensor]) -> None:
         assert float((got.double() - right).abs().max() / right.abs().max()) < GRADIENT
 
 
+@halved
 @over("options", {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-3}})
 @over("budget", [None, 60_000])
 def test_a_loss_and_its_gradients(options, budget, device):
@@ -91,6 +92,7 @@ def test_a_loss_and_its_gradients(options, budget, device):
     held(found, true)
 
 
+@halved
 @over("processors", {"a block each": 0, "a few programs": 1})
 @over("spread", [30.0, 300.0])
 def test_labels_far_below_the_maximum(spread, processors, device):
@@ -175,6 +177,7 @@ def test_a_nearly_certain_token_keeps_its_entropys_digits(gap, device):
     torch.testing.assert_close(found.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=0)
 
 
+@halved
 @over("used", [0, 1])
 @over("want", {"values": (), "trained": ("hidden", "weight")})
 def test_slices_keep_to_the_budget(want, used, device):
@@ -227,6 +230,7 @@ def test_where_hidden_states_begin_is_asked_once(device):
     torch.testing.assert_close(logprob.double(), torch.where(labels < 0, 0.0, true), rtol=2e-6, atol=2e-5)
 
 
+@halved
 @over("budget", [None, 60_000])
 @over("spread", [2.0, 300.0])
 def test_a_frozen_heads_logprobs_with_any_upstream(spread, budget, device):
