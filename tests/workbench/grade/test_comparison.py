@@ -8,10 +8,11 @@ from random import Random
 from statistics import stdev
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from logitless.workbench.grade.comparison.criteria import MET, NOT_MET, NOT_SHOWN, criteria
-from logitless.workbench.grade.comparison.curves import PANELS, curves, draw
+from logitless.workbench.grade.comparison.curves import PANELS, _line, curves, draw
 from logitless.workbench.grade.comparison.intervals import differences, interval, ratios, t95
 from logitless.workbench.grade.comparison.report import (
     PAGE_FILE,
@@ -250,6 +251,16 @@ def test_curves_of_a_gradient_that_does_not_vary_and_of_memory():
     assert memory({"memory_bytes": 3 << 20}) == 3.0
 
 
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_a_band_is_drawn_where_an_interval_is_shown(seeds):
+    """Of two seeds it would fill the panel."""
+    found, axes = curves(records(seeds))["train/reward"], Figure().subplots()
+    for name, points in found.items():
+        _line(axes, name, points)
+    assert len(axes.lines) == len(METHODS)
+    assert len(axes.collections) == (len(METHODS) if seeds > 2 else 0)
+
+
 @pytest.mark.parametrize("seeds", [1, 2, 3])
 def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     summary = {
@@ -277,6 +288,7 @@ def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     ends = re.findall(r"\([-+.\d]+ to [-+.\d]+\)", text)
     assert bool(ends) == bool(re.search(r"\([-+.\d]+ to ", page)) == (seeds > 2)  # of two they would be 13 errors wide
     assert ("intervals: not shown: " in text) == (seeds < 3)
+    assert ("bands: " in page) == (seeds > 2)
     assert "<td>ste</td><td>after</td><td>0.250</td><td>once</td><td> &lt;up&gt;</td>" in page
     assert "±0.000" not in text
     assert json.loads(json.dumps(summary)) == summary

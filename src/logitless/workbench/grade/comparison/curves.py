@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ...common.plots import finish
-from .intervals import interval, ratios
+from .intervals import interval, ratios, shown
 
 Record = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _curve(records: Sequence[Record], method: str, key: str, value: Callable[[Re
 
 
 def draw(path: Path, records: Sequence[Record]) -> None:
-    """Every metric over the steps: the mean over seeds, and a band for its interval; memory as bars."""
+    """Every metric over the steps: the mean over seeds, and a band for an interval that is shown; memory as bars."""
     figure = Figure(figsize=(12, 9), dpi=120, layout="constrained")
     grid = figure.subplots(3, 3).ravel()
     for axes, (key, title, value) in zip(grid, PANELS, strict=True):
@@ -83,13 +83,13 @@ def draw(path: Path, records: Sequence[Record]) -> None:
 def _line(axes: Axes, name: str, points: Sequence[Record]) -> None:
     at = [x["step"] for x in points]
     axes.plot(at, [x["mean"] for x in points], color=COLOURS[name], linewidth=1.5, label=name)
-    if points and all("low" in x for x in points):
+    if points and all(map(shown, points)):
         low, high = [x["low"] for x in points], [x["high"] for x in points]
         axes.fill_between(at, low, high, color=COLOURS[name], alpha=0.12, linewidth=0)
 
 
 def _frame(axes: Axes, values: Sequence[float], key: str) -> None:
-    """Shows all that was measured; an interval of two seeds may be far wider."""
+    """Shows all that was measured; an interval may be far wider."""
     if not values:
         return
     low, high = min(values), max(values)
@@ -103,8 +103,8 @@ def _frame(axes: Axes, values: Sequence[float], key: str) -> None:
 
 def _bars(axes: Axes, found: dict[str, list[Record]]) -> None:
     """A bar for each method's one number, which no step changes."""
-    shown = {name: points[0]["mean"] for name, points in found.items() if points}
-    bars = axes.barh(list(shown), list(shown.values()), color=[COLOURS[name] for name in shown])
+    means = {name: points[0]["mean"] for name, points in found.items() if points}
+    bars = axes.barh(list(means), list(means.values()), color=[COLOURS[name] for name in means])
     axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)

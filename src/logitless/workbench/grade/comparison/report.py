@@ -219,7 +219,8 @@ def write_page(path: Path, plot: Path, summary: Record, completions: dict[str, R
         parts.append(_html(("method", "", "reward", "prompt", "completion"), _completions(completions)))
     parts.append("<h2>Steps</h2>")
     if summary["seeds"] > 1:
-        parts.append(f"<p>Lines: means over seeds; bands: {html.escape(summary['intervals'])}.</p>")
+        bands = f"; bands: {html.escape(summary['intervals'])}" if summary["seeds"] >= FEWEST else ""
+        parts.append(f"<p>Lines: means over seeds{bands}.</p>")
     parts.append(f'<img alt="every metric over the steps" src="data:image/png;base64,{image}">')
     write_text(path, document(_title(summary), STYLE, "\n".join(parts)))
 
