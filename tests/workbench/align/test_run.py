@@ -180,8 +180,8 @@ def test_an_intuitor_run_writes_everything(finished, start):
     assert len(AutoTokenizer.from_pretrained(place / "model")) == summary["vocab_size"]
     assert summary["held_out_before"]["reward"] is not None
     assert summary["held_out_after"]["self_certainty/mean"] > 0
-    assert summary["memory"]["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
-    assert summary["memory"]["peak_bytes"] > 2**27
+    assert summary["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
+    assert summary["peak_memory_bytes"] > 2**27
     assert (place / "checkpoint-8").exists()
     assert all(p.name == RUN_FILE or any(map(p.match, WRITTEN)) for p in place.iterdir())
     assert not (place / "README.md").exists()

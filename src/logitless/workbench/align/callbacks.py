@@ -82,7 +82,7 @@ class AlignProgress(ProgressBar):
             ("self-certainty", "self_certainty/mean", "z.3f"),
             ("KL", "kl", "z.4f"),
             ("accuracy", "rewards/accuracies", "z.2f"),
-            ("margin", "rewards/margins", "z.3f"),
+            ("margin", "rewards/margins", "z.3g"),
         )
         shown = [f"{name} {latest[key]:{form}}" for name, key, form in named if latest.get(key) is not None]
         return " · ".join([*shown, f"peak {format_bytes(latest['peak_memory_bytes'])}"])

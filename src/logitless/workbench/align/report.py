@@ -35,9 +35,9 @@ ROLLOUTS = (
 PAIRS = (
     ("loss", "loss", "{:z.4f}", True),
     ("rewards/accuracies", "accuracy", "{:z.2f}", True),
-    ("rewards/margins", "margin", "{:z.3f}", True),
-    ("rewards/chosen", "chosen", "{:z.3f}", False),
-    ("rewards/rejected", "rejected", "{:z.3f}", False),
+    ("rewards/margins", "margin", "{:z.3g}", True),  # β times log-ratios: of any size
+    ("rewards/chosen", "chosen", "{:z.3g}", False),
+    ("rewards/rejected", "rejected", "{:z.3g}", False),
 )
 UNITS = {"self_certainty/mean": "nats", "kl": "nats per token", "loss": "nats", "rewards/accuracies": "share of pairs"}
 
@@ -62,10 +62,8 @@ def numbers(method: str, records: list[dict[str, Any]]) -> dict[str, Any]:
         "last": {name: _mean(ends[1], name) for name in names},
         "held_out_before": held[0]["held_out"] if held and held[0]["step"] == 0 else None,
         "held_out_after": held[-1]["held_out"],
-        "memory": {
-            "peak_bytes": max(record["peak_memory_bytes"] for record in steps),
-            "dense_would_need_bytes": max(record["memory/dense_would_need_bytes"] for record in steps),
-        },
+        "peak_memory_bytes": max(record["peak_memory_bytes"] for record in steps),
+        "dense_would_need_bytes": max(record["memory/dense_would_need_bytes"] for record in steps),
     }
 
 
@@ -110,7 +108,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
 
 
 def _lines(summary: dict[str, Any], columns: list[tuple[str, str, str, bool]]) -> Iterable[str]:
-    before, after, memory = summary["held_out_before"] or {}, summary["held_out_after"], summary["memory"]
+    before, after = summary["held_out_before"] or {}, summary["held_out_after"]
     changes = [
         f"{title} {form.format(before[name]) if before.get(name) is not None else '?'} → {form.format(after[name])}"
         for name, title, form, panel in columns
@@ -119,10 +117,11 @@ def _lines(summary: dict[str, Any], columns: list[tuple[str, str, str, bool]]) -
     yield f"held-out rows: {', '.join(changes)}"
     if summary["rewards"]:
         yield "rewards: " + ", ".join(f"{name} × {weight:g}" for name, weight in summary["rewards"].items())
-    size = one_unit(memory.values())
+    peak, dense = summary["peak_memory_bytes"], summary["dense_would_need_bytes"]
+    size = one_unit([peak, dense])
     yield (
-        f"memory: {size(memory['peak_bytes'])} at the peak, the whole process; dense logits of one forward "
-        f"pass with their log-softmax would be {size(memory['dense_would_need_bytes'])} more"
+        f"memory: {size(peak)} at the peak, the whole process; dense logits of one forward "
+        f"pass with their log-softmax would be {size(dense)} more"
     )
     yield f"{summary['training_seconds']:.0f} s of training"
     place = Path(summary["output_dir"])
