@@ -18,11 +18,13 @@ def clock(monkeypatch):
     return now
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("terminal", [False, True], ids=["lines", "bar"])
-def test_the_time_that_is_left(clock, terminal):
+def test_the_time_that_is_left(clock, terminal, kept):
     """A fifth was done before; a quarter of the rest takes 20 seconds, so 60 are left."""
     file = io.StringIO()
     with Progress(Console(file=file, width=120, force_terminal=terminal)) as progress:
+        progress.kept = kept
         clock[0] += 50  # looking at what is there
         progress.passed(0.2)
         clock[0] += 20
@@ -37,7 +39,7 @@ def test_the_time_that_is_left(clock, terminal):
     assert "100%" in said
     if not terminal:
         lines = said.splitlines()
-        assert lines[0] == " 20% · nothing to score so far"
+        assert lines[0] == f" 20% · {'scored before, and kept' if kept else 'nothing to score so far'}"
         assert lines[1] == " 40% · 3,000 tokens · 150 tokens/s · 0:01:00 left"
 
 

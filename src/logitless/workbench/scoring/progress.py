@@ -22,6 +22,7 @@ class Progress:
         self.console = console
         self.begin, self.first, self.shown = time.perf_counter(), 0.0, 0
         self.share, self.tokens, self.bad = 0.0, 0, 0
+        self.kept = False  # whether parts of an unfinished run were there already
         self.last: int | None = None  # of the documents that are reported
         self.bar: rich.progress.Progress | None = None
 
@@ -67,7 +68,7 @@ class Progress:
 
     def _line(self, share: float) -> str:
         if not self.tokens:
-            return "nothing to score so far"
+            return "scored before, and kept" if self.kept else "nothing to score so far"
         took = time.perf_counter() - self.begin
         left = timedelta(seconds=round(took * (1 - share) / max(share - self.first, 1e-9)))
         return f"{plural(self.tokens, 'token')} · {self.tokens / took:,.0f} tokens/s · {left} left"

@@ -245,6 +245,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
             if whole is False:
                 progress.say(f"{parts.part(number)} is damaged or of another run: scoring its documents again")
                 parts.discard(number)
+            progress.kept |= bool(whole)
             if not whole:
                 scored = score_block(scorer, block, partial(progress.scored, share=share))
                 parts.write(number, scored)
