@@ -128,6 +128,19 @@ def test_tables(capsys):
         assert text in out, text
 
 
+@pytest.mark.parametrize(("width", "parts"), [(80, 2), (100, 1)])
+def test_a_change_is_broken_at_a_hyphen_or_not_at_all(capsys, monkeypatch, width, parts):
+    monkeypatch.setenv("COLUMNS", str(width))
+    changes = ["gradient-checkpointing=true", "batch-size=64"]
+    assert main(["plan", "--what-if", *changes]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out[out.index("what if") :].splitlines() if line.strip()]
+    names = [line[0] for line in lines if line[0].startswith(("gradient", "checkpointing", "batch"))]
+    assert "".join(names) == "".join(changes)
+    assert len(names) == parts + 1
+    assert max(map(len, out.splitlines())) <= width
+
+
 def test_the_default_shows_the_difference(capsys):
     """What is planned without options fits without logits and not with them; the verdict comes before the tables."""
     assert main(["plan"]) == 0

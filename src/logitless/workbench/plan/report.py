@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from .setting import Setting
 from .states import trained_parameters
 
 SCHEMA = 1
+LEAST_NAME, BESIDE_NAMES = 18, 62  # characters of --what-if's changes, broken at hyphens, and of the columns beside
 
 
 def headline(setting: Setting, units: str) -> str:
@@ -182,7 +184,8 @@ def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: 
 
 def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units: str = "GiB") -> None:
     """Peaks with one option changed; the first row is the setting itself."""
-    table = columns("<what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
+    table = columns("=what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
+    room = max(LEAST_NAME, console.width - BESIDE_NAMES)
     base = rows[0][2].peak
     size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for name, dense, logitless in rows:
@@ -193,7 +196,7 @@ def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units
             size(logitless.peak),
             f"{sign}{size(change)}" if change else "–",
         ]
-        table.add_row(name, *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
+        table.add_row("\n".join(wrap(name, room)), *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
     console.print("[bold]what if[/bold]")
     console.print(table, highlight=False)
 
