@@ -173,6 +173,17 @@ def test_rows_in_a_json_file_are_no_text(tmp_path, content):
     assert read(tmp_path) == [content.removeprefix("\ufeff")]  # as code is, a file of a folder is text
 
 
+@pytest.mark.parametrize("ending", ["csv", "TSV"])
+def test_a_table_of_another_format_is_no_text(tmp_path, ending):
+    """Its column's name and its other columns would be learned and scored."""
+    path = tmp_path / f"rows.{ending}"
+    path.write_text("text,label\nhello,1\n")
+    for reads in (read, lambda path: Documents(path, context=8)):
+        with pytest.raises(DataError, match=rf"rows.{ending}: expected a text, got a table, .* from .parquet"):
+            reads(path)
+    assert read(tmp_path) == [path.read_text()]  # a file of a folder is text
+
+
 @pytest.mark.parametrize("content", ['{"text": "a"}', "[1, 2]", "[", "{}, so it goes", "[" * 100_000])
 def test_other_json_files_are_text(tmp_path, content):
     path = tmp_path / "a.json"

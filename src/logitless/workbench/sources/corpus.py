@@ -26,6 +26,7 @@ _REMEDIES = {  # by what is no text in a message, and what it is
     ("content", "null"): "; only a message with tool_calls may be without",
 }
 CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
+TABLES = (".csv", ".tsv")  # that `datasets` and pandas read, and nothing here does
 LONGEST_ROW = 2**20  # characters of a .json file, among which its first row is looked for
 NO_ZONE = "The zoneinfo module or pytz"  # what newer pyarrow says is missing where it does not know a time zone
 # What Python has no value for: bytes that are no text, a date after the year 9999, a time zone.
@@ -74,7 +75,12 @@ def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str]
 
 
 def check_one_text(path: Path) -> None:
-    """DataError for a .json file of objects, in a list or in lines, which would be one text with all its braces."""
+    """DataError for what would be one text with its commas or braces: a table, or a .json file of objects."""
+    if ending(path) in TABLES and path.is_file():
+        raise DataError(
+            f"--data {path}: expected a text, got a table, which is read from .parquet or .jsonl files with a column "
+            "text: write it so, or name the file .txt where it is the text"
+        )
     if ending(path) != ".json" or not path.is_file():
         return
     try:
