@@ -140,3 +140,11 @@ def test_a_directory_without_a_tokenizer(tmp_path):
     with pytest.raises(ConfigError, match="no usable tokenizer") as caught:
         pretrained(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma"])
+def test_a_model_without_its_tokenizer(tmp_path, kind):
+    """transformers makes one of special tokens: Qwen's has no token for a text, Gemma's one unknown for all of it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match=rf"^no tokenizer at {tmp_path}: expected .* got special tokens alone; put"):
+        pretrained(str(tmp_path))

@@ -97,7 +97,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         *([by_documents] if scored_documents(summary) > 1 else []),
         ("accuracy", f"{summary['accuracy']:.2%}{f'; {ranks}' if ranks else ''}"),
-        ("calibration error", f"{error:.4f}, expected, in {bins} intervals of confidence"),
+        ("calibration error", f"{error:.4f}, expected, in {plural(bins, 'interval')} of confidence"),
     ]
     for name, found in summary["against_correctness"].items():
         sides = " where wrong, ".join(_number(found[f"mean_where_{side}"]) for side in ("wrong", "right"))

@@ -100,13 +100,19 @@ def _pretrained(name: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     saved = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    vocabulary = saved.get_vocab()
+    if vocabulary.keys() <= saved.get_added_vocab().keys():  # what transformers makes of a configuration alone
+        raise ConfigError(
+            f"no tokenizer at {name}: expected one with entries for text, got special tokens alone; put the model's "
+            "tokenizer.json and tokenizer_config.json there"
+        )
     eos = saved.eos_token_id
     if eos is None:
         raise ConfigError(f"the tokenizer at {name} has no eos_token; set one in its tokenizer_config.json")
     template = getattr(saved, "chat_template", None)
     if not all(isinstance(x, str | None) for x in (template.values() if isinstance(template, dict) else [template])):
         raise ConfigError(f"the tokenizer at {name}: its chat_template must be text, got {template!r:.80}")
-    highest = max(chain(saved.get_vocab().values(), [eos]))
+    highest = max(chain(vocabulary.values(), [eos]))
 
     def encode(texts: list[str]) -> list[list[int]]:
         with reading(saved):
