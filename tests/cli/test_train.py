@@ -201,7 +201,7 @@ BAD = {
     "weights of another shape": (mismatched_weights, "asks for a model.norm.weight of (32,), its weights have (31,)"),
     "no such data": (lambda m, t: ["--data", t / "none"], "no such file"),
     "empty data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "")], "no text in it"),
-    "binary data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "a\0b")], "not UTF-8 text"),
+    "binary data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "a\0b")], "not UTF-8 text, or with NUL"),
     "short data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "short")], "6 tokens, two sequences"),
     "long context": (lambda m, t: ["--context-length", 128], "positions up to 64"),
     "no budget": (lambda m, t: ["--memory-budget", "much"], "--memory-budget must be a size"),

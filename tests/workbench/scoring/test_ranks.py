@@ -53,7 +53,7 @@ def test_ranks_of_a_stopped_launch_say_how_to_go_on(name, micro, tmp_path):
         torchrun("tests.workbench.scoring.test_ranks", str(micro), str(data), str(out), "topk", name)
     said = [line for line in str(stopped.value).splitlines() if line.startswith("interrupted; rank")]
     assert len(said) == 2, stopped.value
-    assert all(line.endswith("; the same command goes on where this one stopped") for line in said)
+    assert all(line.endswith("; the same command goes on with what is not finished") for line in said)
     assert not out.exists()
     torchrun("tests.workbench.scoring.test_ranks", str(micro), str(data), str(out), "resumed")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "two.parquet"]

@@ -348,11 +348,13 @@ def test_a_run_that_ends_before_its_summary_is_written_goes_on(micro, tmp_path, 
     )
     with monkeypatch.context() as stopped:
         stopped.setattr("logitless.workbench.scoring.summary.write_json", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match=r"^the same command goes on with what is not finished$"):
             run(given)
     before = given.out.read_bytes()
     assert not given.json.exists()
-    summary = run(given)
+    told = io.StringIO()
+    summary = run(given, Console(file=told))
+    assert "100% · scored before, and kept" in told.getvalue()
     assert json.loads(given.json.read_text()) == summary
     assert summary["tokens_scored_now"] == 0
     assert given.out.read_bytes() == before

@@ -259,7 +259,7 @@ def explained(place: Path) -> Iterator[None]:
     """Turns an interruption, a lost rank and a full disk into one line that says how to go on."""
 
     def same() -> str:
-        return "the same command goes on where this one stopped"
+        return "the same command goes on with what is not finished"  # a block that was begun is scored again
 
     try:
         with stoppable(same), lost(same):

@@ -309,7 +309,7 @@ def _file(path: Path, remark: Remark) -> Iterator[str]:
     check_one_text(path)
     text = _text_or_none(path)
     if text is None:
-        raise DataError(f"--data {path}: not UTF-8 text; expected a text, .jsonl or .parquet file")
+        raise DataError(f"--data {path}: not UTF-8 text, or with NUL bytes; expected a text, .jsonl or .parquet file")
     return iter([text])
 
 
