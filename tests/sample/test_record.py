@@ -190,6 +190,13 @@ def test_a_record_of_all_entries_has_no_tail():
     assert not record.tail_mass.any()
 
 
+def test_a_small_tail_has_its_digits_and_rounding_leaves_none_below_0():
+    record = ll.sample_tokens(torch.randn(2, H), ll.LMHead(torch.randn(V, H)), keep=2)
+    logits, logsumexp = torch.tensor([[0.0, -99.0], [1.0, 0.0]]), torch.tensor([1e-9, 1.31326])  # exactly 1.3132617
+    found = replace(record, topk_logits=logits, logsumexp=logsumexp).tail_mass
+    torch.testing.assert_close(found, torch.tensor([1e-9, 0.0]), rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "fragment"),
     [

@@ -83,6 +83,7 @@ def test_where_all_that_is_asked_for_fits_the_aggressive_setting_takes_more(accu
     assert careful.batch_size == wish.batch_size
     assert bold.batch_size > wish.batch_size
     assert bold.accumulation == careful.accumulation
+    assert bold.rollout_sequences == bold.rows
     allowed = fit(wish)["aggressive"].allowed
     rows = -(-(bold.batch_size + 1) * bold.responses_per_prompt // (bold.gpus * bold.accumulation))
     more = replace(bold, batch_size=bold.batch_size + 1, micro_batch=rows)
@@ -114,6 +115,18 @@ def test_where_nothing_more_fits_the_report_says_what_would(capsys):
     show_fits(fit(wish), Console(width=200))
     said = "aggressive: as conservative; a pass with a row more would not fit, a larger batch is more passes"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("prompt", "size"), [(0, (1, 1024)), (512, (2, 512))])
+def test_a_step_has_the_most_tokens_with_its_prompts_and_then_the_longer_response(prompt, size):
+    """Where the whole wish is a byte too large, and half of either would fit."""
+    light = {"lora_rank": 8, "gradient_checkpointing": True}
+    wish = Setting(shape_of("smollm2-135m"), "sft", 2, prompt_length=prompt, response_length=1024, **light)
+    allowed = plan(replace(wish, micro_batch=1, memory_budget=wish.memory_budget // 4)).peak - 1
+    wish = replace(wish, gpu_bytes=(allowed + wish.reserve) * 50 // 49)
+    found = fit(wish)["aggressive"]
+    assert found.allowed <= allowed
+    assert (found.plan.setting.batch_size, found.plan.setting.response_length) == size
 
 
 @pytest.mark.parametrize(
@@ -155,6 +168,7 @@ def test_reasons_carry_the_numbers():
         ("qwen3-0.6b", 40, {"batch_size": 12, "response_length": 32_768}),  # the batch grows: other sizes halve
         ("qwen2.5-1.5b", 12, {"batch_size": 7, "response_length": 5000}),
         ("tiny", 80, {"batch_size": 1, "response_length": 512}),  # so far as it is searched
+        ("tiny", 80, {"batch_size": 2, "rollout_batch": 1}),  # which sft does not have
     ],
 )
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
@@ -210,7 +224,7 @@ def test_rollouts_are_split_when_their_cache_is_too_large():
 
 
 def test_nothing_fits_a_small_gpu():
-    wish = replace(INTUITOR, model=shape_of("qwen3-8b"), algorithm="ppo", gpus=1, gpu_bytes=24 * GIB)
+    wish = replace(INTUITOR, model=shape_of("qwen3-8b"), algorithm="ppo", gpus=1, gpu_bytes=24 * GIB, memory_budget=1)
     assert fit(wish) == {"conservative": None, "aggressive": None}
 
 
@@ -218,6 +232,8 @@ def test_what_is_asked_for_stays():
     wish = replace(SMALL_GPU, lora_rank=4, gradient_checkpointing=True, gpus=4, sharding="zero3")
     s = fit(wish)["aggressive"].plan.setting
     assert (s.lora_rank, s.gradient_checkpointing, s.sharding) == (4, True, "zero3")
+    short = fit(replace(SMALL_GPU, response_length=100))["conservative"].plan.setting
+    assert short.response_length == 100
 
 
 OWN = {"optimizer": "adamw-bf16", "master_weights": False}  # what logitless's own commands step with

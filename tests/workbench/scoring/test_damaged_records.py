@@ -17,6 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from logitless.errors import DataError
 from logitless.hashes import hash_of
 from logitless.sample import TeacherRecord, read_targets
+from logitless.sample.teacher import GROUPS_KEPT
 from logitless.workbench.scoring.run import run
 from tests.support.workbench.micro import SHAPE, micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus
@@ -293,11 +294,24 @@ def test_what_was_written_is_read_however_it_is_grouped(written, tmp_path, kind)
     known, documents = vars(whole.read(0, len(whole))), [tokens.tolist() for _, tokens, _ in whole.documents()]
     table(lambda x: x)(path)
     again = TeacherRecord(path)
-    assert again.file.num_row_groups > 3
+    assert again.file.num_row_groups > GROUPS_KEPT
     read_all(path)
     rows = vars(again.read(0, len(again)))
     assert all(x is None or torch.equal(x, rows[name]) for name, x in known.items())
+    assert len(again.kept) == GROUPS_KEPT
     assert [tokens.tolist() for _, tokens, _ in again.documents()] == documents
+
+
+def test_a_record_with_another_footer_has_another_identity(written, tmp_path):
+    """By which a run that is gone on with knows that it is the one that it began with."""
+    path = copied(written, "topk", tmp_path)
+    record, whole = TeacherRecord(path), path.read_bytes()
+    known, begin = record.identity, len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in (begin, len(whole) - 9):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert record.identity != known
+    path.write_bytes(whole)
+    assert record.identity == known
 
 
 def test_hidden_states_are_no_targets(written):

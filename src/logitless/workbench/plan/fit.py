@@ -214,7 +214,7 @@ def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> I
     make = "makes" if steps == 1 else "make"
     whole = f"{plural(steps, 'pass')} of {plural(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
     yield "accumulation", str(steps), whole
-    if found.rollout_batch:
+    if found.rollout_batch and ROLLOUT in found.kind.phases:
         mine = ceil_div(searched.batch_rows, searched.shards)
         why = "all of a GPU's sequences at once"
         if found.rollout_batch < mine:
