@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError, NotFiniteError, ShapeError, in_one_line, is_out_of_memory
+from ..errors import ConfigError, DataError, NotFiniteError, OptionError, ShapeError, in_one_line, is_out_of_memory
 from ..hashes import hash_of
 from ..units import plural
 from ..vocab.face import LMHead
@@ -174,8 +174,11 @@ class TeacherRecord:
             yield first, np.concatenate(tokens), np.concatenate(scored)
 
     def read(self, begin: int, end: int) -> TeacherRows:
-        """The rows begin..end."""
-        first, last = (int(np.searchsorted(self.edges, row, side="right")) - 1 for row in (begin, max(begin, end - 1)))
+        """The rows from begin to before end. Raises OptionError where there are no such rows."""
+        if not 0 <= begin <= end <= len(self):
+            raise OptionError(f"TeacherRecord.read: expected rows within 0..{len(self)}, got {begin}..{end}")
+        edges = [min(row, len(self) - 1) for row in (begin, max(begin, end - 1))]
+        first, last = (int(np.searchsorted(self.edges, row, side="right")) - 1 for row in edges)
         parts = []
         for i in range(first, last + 1):
             cut = slice(max(0, begin - int(self.edges[i])), max(0, end - int(self.edges[i])))

@@ -79,9 +79,13 @@ def test_any_rows_are_read_alike(micro, tmp_path, monkeypatch, small_blocks):
         run(config(micro, data, out, store=store))
         record = TeacherRecord(out)
         whole = vars(record.read(0, len(record)))
-        for begin, end in ((0, 1), (3, 250), (len(record) - 1, len(record)), (40, 40), (17, len(record))):
+        n = len(record)
+        for begin, end in ((0, 1), (3, 250), (n - 1, n), (40, 40), (n, n), (17, n)):
             part = vars(record.read(begin, end))
             assert all(x is None or torch.equal(part[name], x[begin:end]) for name, x in whole.items())
+        for begin, end in ((n - 1, n + 5), (-3, 2), (5, 3)):  # whose file was called unreadable
+            with pytest.raises(OptionError, match=f"expected rows within 0..{n}, got {begin}..{end}$"):
+                record.read(begin, end)
 
 
 def test_best_entries_are_those_that_read_targets_gives(micro, tmp_path):
