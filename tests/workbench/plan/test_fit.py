@@ -361,6 +361,7 @@ def test_command_lines_of_others():
     assert "--beta 0.0" in trl(replace(INTUITOR, algorithm="reinforce"))
     split = replace(INTUITOR, micro_batch=4, rollout_batch=16)
     assert "--steps_per_generation 4" in trl(split)
+    assert "--steps_per_generation 1 " in f"{trl(replace(split, rollout_batch=2))} "
     adapted = trl(replace(INTUITOR, lora_rank=8))
     assert "--dtype bfloat16" in adapted
     assert "--lora_r 8 --lora_alpha 16 --lora_target_modules all-linear" in adapted

@@ -142,6 +142,8 @@ def test_tensor_parallelism_divides_matrices_and_the_vocabulary():
     assert after["logits"] == before["logits"]
     assert after["key-value cache"] == before["key-value cache"]
     assert after["head's gradient"] * 2 == before["head's gradient"]
+    few = Setting(shape_of("qwen3-0.6b"), "reinforce", 1, gpus=16, tensor_parallel=16)
+    assert sizes(few)["key-value cache"] == 2 * 2 * 128 * 28 * 2048  # each of 8 heads of keys lies on two GPUs
 
 
 def test_context_parallelism_divides_tokens():
@@ -149,6 +151,8 @@ def test_context_parallelism_divides_tokens():
     assert long.tokens == 16_384
     assert sizes(long, "dense")["logits"] == logits_bytes(16_384, SHAPE.vocab, 2)
     assert sizes(long)["parameters"] == 2 * P
+    assert sizes(replace(long, sharding="fsdp2"))["parameters"] == 2 * (P // 4)  # which weights, and rollouts, are by
+    assert replace(RL, context_parallel=2).rollout_sequences == RL.rollout_sequences
 
 
 def test_adapters():
@@ -207,6 +211,7 @@ def test_critic_and_reward_model_of_other_shapes():
 def test_a_preference_is_two_sequences_and_recomputes():
     pair = Setting(SHAPE, "dpo", batch_size=4, prompt_length=100, response_length=400)
     assert (pair.micro_sequences, pair.tokens, pair.response_tokens) == (8, 4000, 3200)
+    assert pair.tokens_per_step == 4000
     row = next(c for c in plan(pair).components if c.name == "slices of the logits")
     assert row.phases == ("loss", "loss backward")
 
@@ -234,6 +239,7 @@ def test_gradients_live_on_while_they_accumulate():
 def test_batches_and_passes():
     assert (RL.rows, RL.micro_rows, RL.accumulation, RL.tokens_per_step) == (16, 16, 1, 16 * 8 * 1536)
     assert replace(RL, micro_batch=3).accumulation == 6
+    assert replace(RL, micro_batch=99).micro_rows == 16
     assert replace(RL, batch_size=1, responses_per_prompt=1).rows == 1
     assert replace(RL, rollout_batch=4).rollout_sequences == 4
 
@@ -270,6 +276,9 @@ def test_soft_tokens():
     # without a cache each step passes all before it again: 64·32 + 64·65/2 tokens
     ratio = whole["activations of the layers"] / few["activations of the layers"]
     assert ratio == pytest.approx((64 * 32 + 64 * 65 / 2) / 96)
+    twice = sizes(replace(setting, batch_size=2, top_k=10**6), "dense")
+    assert twice["activations of the layers"] == 2 * whole["activations of the layers"]
+    assert sizes(replace(setting, top_k=10**6))["soft tokens"] == whole["soft tokens"]
 
 
 def test_a_sweep_keeps_the_prompts_share():
