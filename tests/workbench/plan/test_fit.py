@@ -359,6 +359,7 @@ def test_command_lines_of_others():
     assert "--num_generations 8 --max_completion_length 4096 --beta 0.04" in trl(INTUITOR)
     assert "--dtype float32 --attn_implementation sdpa" in trl(INTUITOR)
     assert "--beta 0.0" in trl(replace(INTUITOR, algorithm="reinforce"))
+    assert "--steps_per_generation" not in trl(INTUITOR)  # all at once, as the trainers do unless told otherwise
     split = replace(INTUITOR, micro_batch=4, rollout_batch=16)
     assert "--steps_per_generation 4" in trl(split)
     assert "--steps_per_generation 1 " in f"{trl(replace(split, rollout_batch=2))} "

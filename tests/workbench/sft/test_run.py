@@ -213,9 +213,13 @@ class TestShortRuns:
             assert ("give --dtype float32 --mixed-precision bf16, or --lora-rank" in said) == warned
             assert f"reading and tokenising {config.data} ..." in said
 
-    def test_bfloat16(self, micro, tmp_path):
-        summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)
+    def test_bfloat16_and_steps_of_fewer_rows_than_they_ask_for(self, micro, tmp_path):
+        config = replace(micro.config, dtype="bfloat16", max_steps=3, batch_size=999, output_dir=tmp_path / "bf16")
+        summary = run(config, QUIET)
         assert summary["dtype"] == "bfloat16"
+        tokens = len(load(tmp_path / "bf16" / "tokens.npz", CONTEXT)[0]) * CONTEXT
+        assert summary["tokens"] == 3 * tokens
+        assert summary["loss"]["logits_bytes"] == tokens * summary["vocab_size"] * 2
         assert dense_held_out_loss(tmp_path / "bf16") == pytest.approx(summary["held_out_loss_after"], rel=1e-2)
 
     def test_an_occupied_directory_is_refused(self, micro, finished):
@@ -287,8 +291,11 @@ class TestShortRuns:
         with pytest.raises(Interrupted, match=f"goes on from step {micro.config.max_steps}"):
             run(replace(micro.config, output_dir=place), QUIET)
         assert [r["step"] for r in read_lines(place / "metrics.jsonl") if "held_out_loss" in r] == [0]
+        with (place / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 10, "held')  # as a process killed while writing leaves it
         monkeypatch.undo()
         assert resume(place)["steps"] == micro.config.max_steps
+        assert [r["step"] for r in read_lines(place / "metrics.jsonl") if "held_out_loss" in r] == [0, 10]
 
     def test_a_signal_in_the_last_step_is_one_too(self, micro, finished, heard, tmp_path, monkeypatch):
         """Else what trains a model first, and goes on with it, would go on."""
