@@ -30,6 +30,7 @@ def test_names_are_never_broken(width):
     found = recording()
     show({"dense": found, "logitless": found}, "logitless", Console(file=written, width=width, color_system=None))
     lines = written.getvalue().splitlines()
+    assert found.peak.stage == "backward"  # at its very end
     assert max(map(len, lines)) <= width
     table = "\n".join(lines[lines.index("largest tensors at the peak, logitless") :])
     for text in ("1 × 131,072 × 32 × 128 bf16", "layers.35.self_attn.q_norm", "layers.35.mlp.down_proj.lora_B.default"):
