@@ -278,16 +278,20 @@ def test_under_torch_func(transform):
     refused(GradientError, calls[transform], "got a call under torch.func", "use torch.autograd.grad")
 
 
-@pytest.mark.parametrize("what", ["hidden", "weight", "bias", "adapter", "inputs"])
+@pytest.mark.parametrize("what", ["hidden", "weight", "bias", "adapter", "temperature", "inputs"])
 def test_forward_mode(what):
     """A tangent would be lost without a word."""
     with forward_ad.dual_level():
         x = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "adapter": torch.ones(V, 2), "inputs": torch.ones(2, 3)}
+        x["temperature"] = torch.ones(2, 3)
         ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), LABELS)
         x[what] = forward_ad.make_dual(x[what], torch.ones_like(x[what]))
         head = ll.LMHead(x["weight"], x["bias"], adapters=(ll.LowRank(torch.ones(2, H), x["adapter"]),))
-        calls = [lambda: ll.token_loss(lambda s, r: r * s.logprob, x["hidden"], head, LABELS, inputs=(x["inputs"],))]
+        given = {"temperature": x["temperature"]}
+        calls = [
+            lambda: ll.token_loss(lambda s, r: r * s.logprob, x["hidden"], head, LABELS, inputs=(x["inputs"],), **given)
+        ]
         if what != "inputs":
-            calls.append(lambda: ll.linear_cross_entropy(x["hidden"], head, LABELS))
+            calls.append(lambda: ll.linear_cross_entropy(x["hidden"], head, LABELS, **given))
         for call in calls:
             refused(GradientError, call, "got a dual one", "use torch.autograd.grad")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import logitless as ll
 from logitless import relax
@@ -128,6 +129,22 @@ def test_a_second_derivative_is_refused_where_the_operators_own_backward_runs():
         compiled = torch.compile(function, backend="eager")
         with pytest.raises(GradientError, match="create_graph=True"):
             torch.autograd.grad(compiled(hidden, weight), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, lambda *call: token_stats(*call).logprob.sum()])
+def test_a_tangent_is_not_lost_in_a_graph(function):
+    """Of torch.func.jvp, which the graph holds, and of a dual tensor that a graph made without one gets."""
+    hidden, weight, labels = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
+
+    def of(weight):
+        return function(hidden, ll.LMHead(weight), labels)
+
+    compiled = torch.compile(of, backend="eager")
+    with pytest.raises(GradientError, match="got a call under torch"):
+        torch.compile(lambda x: torch.func.jvp(of, (x,), (x,)), backend="eager")(weight)
+    torch.testing.assert_close(compiled(weight), of(weight))
+    with forward_ad.dual_level(), pytest.raises(GradientError, match="got a dual one"):
+        compiled(forward_ad.make_dual(weight, weight))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -39,7 +39,8 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     o = _with_defaults(options)
     lead = check_hidden(hidden, head)
     _refuse_dtensors(hidden=hidden, labels=labels, **{name: o[name] for name in ("temperature", "candidates")})
-    _refuse_duals(hidden, head.weight_tensor, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
+    factors = (x for each in head.adapters for x in (each.a, each.b))
+    refuse_duals(hidden, head.weight_tensor, head.bias, *factors, o["temperature"])
     n = math.prod(lead)
     want = check_want(o["want"], labels is not None, o["reference"] is not None, o["candidates"] is not None)
     check_ignore_index(o["ignore_index"])
@@ -148,7 +149,7 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor, per: str) -> tupl
             raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
         if x.device != hidden.device:
             raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
-    _refuse_duals(*inputs)
+    refuse_duals(*inputs)
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
 
 
@@ -182,18 +183,24 @@ def check_logits(logsumexp: Tensor) -> None:
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
 
 
+@torch.compiler.assume_constant_result  # a graph is traced within the transforms that it holds
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
 def _refuse_functorch() -> None:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if _is_transformed():
         raise GradientError(
             "logitless: expected plain tensors, got a call under torch.func (grad, vjp, jvp, vmap); "
             "use torch.autograd.grad and a batch dimension, or the dense oracle (logitless.vocab.reference)"
         )
 
 
-def _refuse_duals(*tensors: Tensor | None) -> None:
+def refuse_duals(*tensors: Any) -> None:
+    """GradientError where a tensor has a tangent; a graph's operators ask once it runs."""
     if torch.compiler.is_compiling():
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise GradientError(
             "logitless: expected plain tensors, got a dual one of forward-mode differentiation, whose tangent would be "
             "lost; use torch.autograd.grad, or the dense oracle (logitless.vocab.reference)"

@@ -19,6 +19,7 @@ from ...errors import GradientError
 from ...upstream import ONE_AT_A_TIME, check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from ..call.options import CallOptions
+from ..call.validate import refuse_duals
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
 from .autograd import NO_SECOND_DERIVATIVE
@@ -171,6 +172,7 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 
 @torch.library.custom_op("logitless::stats", mutates_args=())
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
+    refuse_duals(*tensors)
     said = _Operator.of(tensors, present, key, flags)
     call, valid = said.computed(formed=False)
     out, saved = values(checked(call.agree(), said.price), save=said.price.method != "values")
@@ -263,6 +265,7 @@ def _cross_entropy(
     z_loss: float,
     mean: bool,
 ) -> list[Tensor]:
+    refuse_duals(*tensors)
     said = _Operator.of(tensors, present, key, flags)
     call, valid = said.computed(formed=True)
     call = call.agree(*said.rest).checked()
