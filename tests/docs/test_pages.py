@@ -18,6 +18,7 @@ from mkdocs.utils.meta import get_data
 
 import logitless.errors
 from docs import hooks
+from logitless.vocab.call import triton_support
 from tests.support import forked
 from tests.support.switches import put_back
 
@@ -72,7 +73,7 @@ def level_left_as_it_was():
 @pytest.mark.parametrize("page", [case(p) for p in PAGES if BLOCK.search(p.read_text("utf-8"))])
 def test_code_runs(page, tmp_path, monkeypatch, level_left_as_it_was):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # users have none: a kernel would run for seconds in it
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)  # as for users: a kernel would run for seconds
     code_of_page = blocks(page.read_text("utf-8"))
     if page.name not in SLOW and any("subprocess.run" in code for code in code_of_page):
         monkeypatch.setattr("subprocess.run", forked.run)  # commands, which would import for seconds

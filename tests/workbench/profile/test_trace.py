@@ -277,6 +277,16 @@ def test_without_backward():
     assert [s.name for s in t.recording.stages] == STAGES[:5]
 
 
+@pytest.mark.parametrize("net", [nn.Linear(2, 2), nn.ReLU()], ids=["parameters", "nothing"])
+def test_nothing_at_all(net, tmp_path):
+    with trace(net) as t:
+        pass
+    assert [s.name for s in t.recording.stages] == ["parameters"]
+    assert "parameters" in t.table()
+    with pytest.raises(OptionError, match="expected a step within its block to plot, got none"):
+        t.plot(tmp_path / "nothing.png")
+
+
 def test_a_model_gets_its_own_parameters_back():
     model = meta()
     own = dict(model.named_parameters())

@@ -102,7 +102,7 @@ class Trace:
         if error is None:
             if self._labels.root == "loss":
                 self._close("loss")
-            elif self._tracker.allocations[-1].born > self._marks[-1][1]:
+            elif any(x.born > self._marks[-1][1] for x in self._tracker.allocations[-1:]):
                 self._close("end")
         self._stack.__exit__(kind, error, traceback)
         findings = () if self._fakes is None else tuple(self._fakes.lint.findings.values())
@@ -134,9 +134,11 @@ class Trace:
         return as_text(self.recording)
 
     def plot(self, path: str | Path) -> None:
-        """The timeline into a PNG."""
+        """The timeline into a PNG. Raises OptionError where nothing ran."""
         from .timeline import draw
 
+        if len(self.recording.marks) == 1:  # of the parameters
+            raise OptionError("trace: expected a step within its block to plot, got none")
         draw({"this step": self.recording}, Path(path), type(self.model).__name__)
 
     def as_json(self) -> dict[str, Any]:
