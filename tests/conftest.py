@@ -143,15 +143,18 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if id(item) not in gone]
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """To search the million objects of imports and tests again and again, of which none goes, takes a third longer."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish():
     """What is imported by now stays to the end: the collector need not search it each time."""
-    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -207,13 +207,16 @@ SLOW_TO_IMPORT = "import sys, logitless.cli.main as cli; cli.main(sys.argv[1:]);
             "--against nope: expected a directory",
         ),
         ("profile --model nope", "unknown model 'nope'"),
+        ("train --data {table}", "expected a text, got a table"),
         ("sample --model nope/ --prompt a", "--model nope/: expected a directory with weights to sample from"),
         ("score --model a/b/c --data {model}", "--model a/b/c: expected a directory with weights to score with"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_found_before_torch_is_imported(line, message, trained):
+def test_a_path_that_leads_nowhere_is_found_before_torch_is_imported(line, message, trained, tmp_path):
     """And so before any work: `--method ppo` would train its policy first."""
-    command = [sys.executable, "-c", SLOW_TO_IMPORT, *line.format(model=trained).split()]
+    (tmp_path / "rows.csv").write_text("text,label\n")
+    given = line.format(model=trained, table=tmp_path / "rows.csv")
+    command = [sys.executable, "-c", SLOW_TO_IMPORT, *given.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert message in done.stderr
     assert done.returncode == 0, done.stderr

@@ -141,6 +141,15 @@ def test_a_change_is_broken_at_a_hyphen_or_not_at_all(capsys, monkeypatch, width
     assert max(map(len, out.splitlines())) <= width
 
 
+def test_no_column_is_left_out_where_a_terminal_is_narrow(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["plan", "--what-if", "response-length=32768"]) == 0
+    out = capsys.readouterr().out
+    assert "1,176.95 GiB" in out
+    assert " no " in out[out.index("what if") :]
+    assert max(map(len, out.splitlines())) <= 60
+
+
 def test_the_default_shows_the_difference(capsys):
     """What is planned without options fits without logits and not with them; the verdict comes before the tables."""
     assert main(["plan"]) == 0

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from ..errors import ConfigError, DataError, OptionError
 from ..printable import is_utf8
 from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
+from ..workbench.sources.corpus import check_one_text
 from ..workbench.sources.model import check_classifier, check_model, said_of
 
 MOST_OF_PROMPT = 100 * 10**6  # bytes: more than any model reads
@@ -23,7 +24,7 @@ def check_inputs(
     teacher: str | None = None,
     others: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
-    """DataError, ConfigError for a path that is not there; `wish`: what the model's weights are for.
+    """DataError, ConfigError for a path that is not there or no data; `wish`: what the model's weights are for.
 
     The default models are trained where they are not there. others: further models with weights, by their options.
     """
@@ -33,6 +34,8 @@ def check_inputs(
     for option, path in (("data", data), ("teacher", teacher)):
         if path is not None and not Path(path).exists():
             raise DataError(f"--{option} {path}: no such file or directory")
+    if data is not None:
+        check_one_text(Path(data))
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model).exists():
         check_model(model, wish)
     for option, other in others.items():

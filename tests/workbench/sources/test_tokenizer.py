@@ -142,6 +142,15 @@ def test_a_directory_without_a_tokenizer(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_added_tokens_that_are_not_special_are_entries_for_text(tmp_path):
+    """As of letters or bases, which tokenizers without a model of subwords are made of."""
+    made = Tokenizer(models.BPE())
+    made.add_special_tokens(["</s>"])
+    made.add_tokens(["A", "C", "G", "T"])
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+    assert pretrained(str(tmp_path)).encode(["GA"]) == [[3, 1]]
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gemma"])
 def test_a_model_without_its_tokenizer(tmp_path, kind):
     """transformers makes one of special tokens: Qwen's has no token for a text, Gemma's one unknown for all of it."""

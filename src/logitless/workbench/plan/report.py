@@ -184,8 +184,10 @@ def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: 
 
 def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units: str = "GiB") -> None:
     """Peaks with one option changed; the first row is the setting itself."""
-    table = columns("=what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
-    room = max(LEAST_NAME, console.width - BESIDE_NAMES)
+    room = console.width - BESIDE_NAMES
+    whole = room >= LEAST_NAME  # otherwise rich breaks names anywhere, and leaves no column out
+    what_if = "=what if" if whole else "<what if"
+    table = columns(what_if, ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
     base = rows[0][2].peak
     size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for name, dense, logitless in rows:
@@ -196,7 +198,8 @@ def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units
             size(logitless.peak),
             f"{sign}{size(change)}" if change else "–",
         ]
-        table.add_row("\n".join(wrap(name, room)), *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
+        broken = "\n".join(wrap(name, room)) if whole else name
+        table.add_row(broken, *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
     console.print("[bold]what if[/bold]")
     console.print(table, highlight=False)
 

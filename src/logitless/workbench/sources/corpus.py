@@ -78,8 +78,8 @@ def check_one_text(path: Path) -> None:
     """DataError for what would be one text with its commas or braces: a table, or a .json file of objects."""
     if ending(path) in TABLES and path.is_file():
         raise DataError(
-            f"--data {path}: expected a text, got a table, which is read from .parquet or .jsonl files with a column "
-            "text: write it so, or name the file .txt where it is the text"
+            f"--data {path}: expected a text, got a table, which is read from .parquet or .jsonl files with named "
+            "columns: write it so, or name the file .txt where it is the text"
         )
     if ending(path) != ".json" or not path.is_file():
         return

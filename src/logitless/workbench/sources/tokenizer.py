@@ -101,7 +101,7 @@ def _pretrained(name: str) -> TextTokenizer:
 
     saved = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     vocabulary = saved.get_vocab()
-    if vocabulary.keys() <= saved.get_added_vocab().keys():  # what transformers makes of a configuration alone
+    if vocabulary.keys() <= set(saved.all_special_tokens):  # what transformers makes of a configuration alone
         raise ConfigError(
             f"no tokenizer at {name}: expected one with entries for text, got special tokens alone; put the model's "
             "tokenizer.json and tokenizer_config.json there"
