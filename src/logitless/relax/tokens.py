@@ -23,8 +23,8 @@ class SoftTokens:
     ids: (..., k) int64, best logit first; weights: (..., k) fp32, one-hot where they are straight-through; token: (...)
     int64, the id with the most noisy logit: a sample of the softmax over `ids`. outside: (...) fp32 without gradient,
     the probability mass at temperature 1 and without noise that is not among `ids`, to about 1e-6 (under autocast,
-    of logits of rounded operands); coverage is 1 minus it. embedded: (..., H) for each of `tables`, which `gumbel_topk` was
-    given. Of a whole vocabulary (k=0), ids and weights have no column and `embedded` is what there is.
+    of logits of rounded operands); coverage is 1 minus it. embedded: (..., H) for each of `tables`, which `gumbel_topk`
+    was given. Of a whole vocabulary (k=0), ids and weights have no column and `embedded` is what there is.
     """
 
     ids: Tensor
