@@ -17,6 +17,7 @@ TOKEN_SLICE = 256  # rows of logits in the bare GEMMs' reused buffer
 VOCAB_SLICE = 2048
 TILE = 512  # rows of the vocabulary, times a block of tokens: what the pass streams
 TOKEN_BLOCK = 2048
+ONEDNN_BLOCK = 1024  # tokens, and entries of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,40 @@ def vocab_gemms(case: Case, t: Tensors, width: int = VOCAB_SLICE, tokens: int = 
         return {}
 
     return run
+
+
+def onednn_gemms(case: Case, t: Tensors, width: int = ONEDNN_BLOCK, tokens: int = ONEDNN_BLOCK) -> Step:
+    """`vocab_gemms` by oneDNN, which torch has beside MKL, and which uses all of the vectors of an AMD processor."""
+    ops = torch.ops.mkldnn._linear_pointwise
+
+    def product(x: Tensor, w: Tensor, before: Tensor | None = None) -> Tensor:
+        """x·wᵀ, added to what was there before."""
+        return ops(x, w, None, "none", [], "") if before is None else ops.binary(x, before, w, None, "add")
+
+    @torch.no_grad()
+    def run() -> Tensors:
+        of_tokens: dict[int, Tensor] = {}
+        for start in range(0, len(t["weight"]), width):
+            rows, of_entries = slice(start, start + width), None
+            w = t["weight"][rows]
+            for first in range(0, len(t["hidden"]), tokens):
+                some = slice(first, first + tokens)
+                h = t["hidden"][some]
+                if "ref_weight" in case.takes:
+                    product(t["ref_hidden"][some], t["ref_weight"][rows])
+                z = product(h, w)
+                if "hidden" in case.wrt:
+                    of_tokens[first] = product(z, w.t(), of_tokens.get(first))
+                if "weight" in case.wrt:
+                    of_entries = product(z.t(), h.t(), of_entries)
+        return {}
+
+    return run
+
+
+def onednn_tiles(case: Case, t: Tensors) -> Step:
+    """The same of as many tokens and entries as `tile_gemms`."""
+    return onednn_gemms(case, t, TILE, TOKEN_BLOCK)
 
 
 # ---------------------------------------------------------------------------------------- plain torch
@@ -270,6 +305,8 @@ _ALWAYS = (
     Method("bare GEMMs, vocabulary slices", vocab_gemms, "floor"),
     Method("bare GEMMs, vocabulary tiles", tile_gemms, "floor"),
     Method("bare GEMMs, smaller tiles", small_tile_gemms, "floor"),
+    Method("bare GEMMs by oneDNN", onednn_gemms, "floor"),
+    Method("bare GEMMs by oneDNN, tiles", onednn_tiles, "floor"),
     Method("torch", dense),
     Method("torch.compile", compiled),
     Method("TRL chunked", trl_chunked),
