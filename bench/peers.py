@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import CASES, Case, Tensors, ppo_loss, step
+from logitless.vocab.devices import bf16_products, has_bf16_tiles
 
 Step = Callable[[], Tensors]
 Forward = Callable[..., Tensors]
@@ -17,7 +18,6 @@ TOKEN_SLICE = 256  # rows of logits in the bare GEMMs' reused buffer
 VOCAB_SLICE = 2048
 TILE = 512  # rows of the vocabulary, times a block of tokens: what the pass streams
 TOKEN_BLOCK = 2048
-ONEDNN_BLOCK = 1024  # tokens, and entries of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Method:
 
 def shown(name: str) -> str:
     """A method's name in tables and plots, where plain torch is what logitless is set against, by either backend."""
-    return {"torch": "dense", "logitless": "logitless, eager"}.get(name, name)
+    names = {"torch": "dense", "torch by oneDNN": "dense by oneDNN", "logitless": "logitless, eager"}
+    return names.get(name, name)
 
 
 # ---------------------------------------------------------------- floors: matrix products and nothing else
@@ -102,38 +103,19 @@ def vocab_gemms(case: Case, t: Tensors, width: int = VOCAB_SLICE, tokens: int = 
     return run
 
 
-def onednn_gemms(case: Case, t: Tensors, width: int = ONEDNN_BLOCK, tokens: int = ONEDNN_BLOCK) -> Step:
-    """`vocab_gemms` by oneDNN, which torch has beside MKL, and which uses all of the vectors of an AMD processor."""
-    ops = torch.ops.mkldnn._linear_pointwise
+def by_onednn(build: Callable[[Case, Tensors], Step]) -> Callable[[Case, Tensors], Step]:
+    """The same with oneDNN's products in fp32, which torch has beside MKL's: see docs/how-to/cpu.md."""
 
-    def product(x: Tensor, w: Tensor, before: Tensor | None = None) -> Tensor:
-        """x·wᵀ, added to what was there before."""
-        return ops(x, w, None, "none", [], "") if before is None else ops.binary(x, before, w, None, "add")
+    def built(case: Case, t: Tensors) -> Step:
+        step = build(case, t)
 
-    @torch.no_grad()
-    def run() -> Tensors:
-        of_tokens: dict[int, Tensor] = {}
-        for start in range(0, len(t["weight"]), width):
-            rows, of_entries = slice(start, start + width), None
-            w = t["weight"][rows]
-            for first in range(0, len(t["hidden"]), tokens):
-                some = slice(first, first + tokens)
-                h = t["hidden"][some]
-                if "ref_weight" in case.takes:
-                    product(t["ref_hidden"][some], t["ref_weight"][rows])
-                z = product(h, w)
-                if "hidden" in case.wrt:
-                    of_tokens[first] = product(z, w.t(), of_tokens.get(first))
-                if "weight" in case.wrt:
-                    of_entries = product(z.t(), h.t(), of_entries)
-        return {}
+        def run() -> Tensors:
+            with bf16_products(True):  # which a processor without tiles (AMX) multiplies in fp32
+                return step()
 
-    return run
+        return run
 
-
-def onednn_tiles(case: Case, t: Tensors) -> Step:
-    """The same of as many tokens and entries as `tile_gemms`."""
-    return onednn_gemms(case, t, TILE, TOKEN_BLOCK)
+    return built
 
 
 # ---------------------------------------------------------------------------------------- plain torch
@@ -298,6 +280,13 @@ def logitless(case: Case, tensors: Tensors, backend: str | None = "eager", memor
 
 
 _OURS = Method("logitless", logitless, "ours")
+# oneDNN's switch rounds operands on a processor with tiles, and perhaps on one that is no x86
+_HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not has_bf16_tiles("cpu")
+_BY_ONEDNN = (
+    Method("bare GEMMs by oneDNN, vocabulary slices", by_onednn(vocab_gemms), "floor"),
+    Method("bare GEMMs by oneDNN, smaller tiles", by_onednn(small_tile_gemms), "floor"),
+    Method("torch by oneDNN", by_onednn(dense)),
+)
 _ALWAYS = (
     _OURS,
     Method("logitless, compiled", logitless_compiled, "ours"),
@@ -305,10 +294,9 @@ _ALWAYS = (
     Method("bare GEMMs, vocabulary slices", vocab_gemms, "floor"),
     Method("bare GEMMs, vocabulary tiles", tile_gemms, "floor"),
     Method("bare GEMMs, smaller tiles", small_tile_gemms, "floor"),
-    Method("bare GEMMs by oneDNN", onednn_gemms, "floor"),
-    Method("bare GEMMs by oneDNN, tiles", onednn_tiles, "floor"),
     Method("torch", dense),
     Method("torch.compile", compiled),
+    *(_BY_ONEDNN if _HAS_ONEDNN else ()),
     Method("TRL chunked", trl_chunked),
 )
 _FUSED = (
