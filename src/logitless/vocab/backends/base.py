@@ -31,8 +31,7 @@ from ..call.call import Call, Needs
 from ..call.sampling_mask import Places, SamplingMask
 from . import rows as plain_rows
 from .chunk import Chunk
-from .compiled import few
-from .conversions import converts, multiplied_dtype, multiplies_few
+from .conversions import bytes_of_few, converts, multiplied_dtype, multiplies_few
 from .logits import FewRows, logits_grad_dtype
 from .sets import Entries, Logits
 
@@ -143,9 +142,10 @@ class Backend(ABC):
         demand, held = self.within(call, vocab_size, price.skips)
         unconverted = price.method == "values" and multiplies_few(call)
         if unconverted:
-            held += few.nbytes(i.hidden.shape[1])
+            held += bytes_of_few(call)
             demand["budget"] -= held
-            demand["converted"] -= i.hidden.shape[1]
+            if converts(call, call.head.weight):
+                demand["converted"] -= i.hidden.shape[1]
         found = slices_of(
             n_tokens,
             vocab_size,

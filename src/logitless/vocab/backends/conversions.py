@@ -27,17 +27,23 @@ def converts(call: Call, weight: Weight) -> bool:
 
 
 def multiplies_few(call: Call) -> bool:
-    """Whether the head's product with all tokens, which are few, is one of bf16 rows that nothing converts.
+    """Whether the head's product with all tokens, which are few, is one by its rows of fp32 or bf16 as they lie.
 
     Not of a sharded head, whose ranks take the same chunks.
     """
     hidden, weight = call.inputs.hidden, call.head.weight
     if call.shard is not None or not isinstance(weight, Tensor) or weight.dtype != cast_of(call, weight):
         return False
-    tiled = multiplies_tiles(hidden, weight.dtype, call.compute)
-    if not tiled or not few.takes(call.n_tokens, hidden.detach(), weight.detach()):
+    known = weight.dtype in (torch.float32, torch.bfloat16) and call.compute == torch.float32
+    if not known or not few.takes(call.n_tokens, hidden.detach(), weight.detach()):
         return False
-    return few.nbytes(weight.shape[1]) <= call.budget // 4
+    return bytes_of_few(call) <= call.budget // 4
+
+
+def bytes_of_few(call: Call) -> int:
+    """What such a product takes beside its operands and logits."""
+    weight = call.head.weight
+    return few.nbytes(weight.shape[1], call.inputs.hidden.dtype == weight.dtype == torch.bfloat16)
 
 
 def rounds_weights(call: Call) -> bool:

@@ -223,9 +223,12 @@ class Projection:
         return self._finish(w[1:], v, out)
 
     def logits_of_few(self, v: slice, out: Tensor) -> Tensor:
-        """`logits` of a few bf16 tokens, by bf16 entries as they lie: see `compiled.few`."""
+        """`logits` of a few tokens, by the head's rows as they lie: see `compiled.few`."""
         first, *others = self.factors
-        few.product_of_few(first.tokens, plain(first.entries)[v], out)
+        pairs = first.is_bf16 and few.multiplies_pairs()
+        few.product_of_few(first.tokens if pairs else first.rows, plain(first.entries)[v], out, pairs)
+        if pairs and first.scaled:  # as its rows are, but not its tokens, which are bf16 numbers
+            out.mul_(self.inner)
         return self._finish(tuple(f.operand(v) for f in others), v, out)
 
     def _finish(self, others: Operands, v: slice, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A few tokens of a bf16 head on a processor that multiplies tiles: exact products, and no copy of the head in fp32."""
+"""A few tokens on a CPU, by the head's rows as they lie: exact products, and no copy of a bf16 head in fp32."""
 
 import warnings
 
@@ -13,31 +13,53 @@ from tests.support.switches import put_back
 from tests.support.vocab.comparing import assert_near, operands
 from tests.support.vocab.processors import multiply_by, needs_library, needs_pairs
 
-pytestmark = [needs_library, needs_pairs]
+pytestmark = needs_library
 WANT = ("logprob", "entropy", "rank")
 EACH = torch.linspace(0.3, 3.0, 32)
+DTYPES = {  # of hidden states and of the head, by how they are multiplied
+    "tiles": (torch.bfloat16, torch.bfloat16),
+    "pairs": (torch.bfloat16, torch.bfloat16),
+    "widened": (torch.float32, torch.bfloat16),
+    "floats": (torch.float32, torch.float32),
+}
+
+
+@pytest.fixture(
+    autouse=True, params=[pytest.param(kind, marks=needs_pairs if kind in ("tiles", "pairs") else ()) for kind in DTYPES]
+)
+def kind(request, monkeypatch):
+    if request.param in ("tiles", "pairs"):
+        multiply_by(request.param, monkeypatch)
+    monkeypatch.setattr(few, "is_intel", lambda: False)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
-def products(monkeypatch):
+def products(kind, monkeypatch):
     """How many tokens each product of a few had, of a head of any size."""
-    multiply_by("tiles", monkeypatch)
     monkeypatch.setattr(few, "WORTH", 1)
     found, usual = [], few.product_of_few
-    monkeypatch.setattr(
-        few, "product_of_few", lambda tokens, *given: found.append(len(tokens)) or usual(tokens, *given)
-    )
+
+    def product(tokens, rows, out, pairs):
+        assert (rows.dtype, pairs) == (DTYPES[kind][1], kind in ("tiles", "pairs"))
+        found.append(len(tokens))
+        return usual(tokens, rows, out, pairs)
+
+    monkeypatch.setattr(few, "product_of_few", product)
     return found
 
 
-def problem(n, h, v, bias=False, **more):
-    return operands((n,), h, v, dtype=torch.bfloat16, bias=bias, **more).training()
+def problem(kind, n, h, v, bias=False, **more):
+    hidden, weight = DTYPES[kind]
+    ops = operands((n,), h, v, dtype=weight, bias=bias, **more).training()
+    ops.hidden = ops.hidden.detach().to(hidden)
+    return ops
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("n", "h", "v"), [(1, 1, 1), (1, 65, 4099), (5, 33, 193), (32, 130, 1031)], ids=str)
-def test_every_size_is_the_oracle(n, h, v, threads, products):
-    ops = problem(n, h, v)
+@pytest.mark.parametrize(("n", "h", "v"), [(1, 1, 1), (1, 65, 4099), (5, 33, 193), (7, 64, 98), (32, 130, 1031)], ids=str)
+def test_every_size_is_the_oracle(kind, n, h, v, threads, products):
+    ops = problem(kind, n, h, v)
     with put_back():
         torch.set_num_threads(threads)
         found = ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
@@ -52,8 +74,8 @@ def test_every_size_is_the_oracle(n, h, v, threads, products):
 @pytest.mark.parametrize(
     "more", [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (4,)}, {"vocab_size": 1020, "scale": 0.8}], ids=str
 )
-def test_every_head_is_the_oracle(more, temperature, products):
-    ops = problem(32, 37, 1031, **more)
+def test_every_head_is_the_oracle(kind, more, temperature, products):
+    ops = problem(kind, 32, 37, 1031, **more)
     found = ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, temperature=temperature, backend="eager")
     exact = ops.to(torch.float64)
     right = dense_token_stats(exact.hidden, exact.head, ops.labels, want=WANT, temperature=temperature)
@@ -63,8 +85,8 @@ def test_every_head_is_the_oracle(more, temperature, products):
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 32])
-def test_a_second_look_reads_logits_in_columns(n, products):
-    ops, want = problem(n, 37, 4099, reference=True), ("jsd", "kl", "rank")
+def test_a_second_look_reads_logits_in_columns(kind, n, products):
+    ops, want = problem(kind, n, 37, 4099, reference=True), ("jsd", "kl", "rank")
     found = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, backend="eager")
     exact = ops.to(torch.float64)
     right = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference)
@@ -73,9 +95,9 @@ def test_a_second_look_reads_logits_in_columns(n, products):
     assert products
 
 
-def test_rows_that_lie_apart_beside_nan(products):
-    ops = problem(3, 31, 500)
-    wide = torch.full((500, 40), torch.nan, dtype=torch.bfloat16)
+def test_rows_that_lie_apart_beside_nan(kind, products):
+    ops = problem(kind, 3, 31, 500)
+    wide = torch.full((500, 40), torch.nan, dtype=ops.weight.dtype)
     wide[:, 3:34] = ops.weight
     found, right = (
         ll.token_stats(ops.hidden, ll.LMHead(w), ops.labels, want=WANT, backend="eager")
@@ -85,42 +107,51 @@ def test_rows_that_lie_apart_beside_nan(products):
     assert products
 
 
-def test_draws_are_those_of_fp32(products):
+def test_a_tokens_numbers_do_not_depend_on_the_others(kind):
+    ops = problem(kind, 9, 70, 1031)
+    together = ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
+    for n in range(9):
+        alone = ll.token_stats(ops.hidden[n : n + 1], ops.head, ops.labels[n : n + 1], want=WANT, backend="eager")
+        assert torch.equal(alone.logprob[0], together.logprob[n])
+
+
+def test_draws_are_those_of_fp32(kind, products):
     """Of a head whose logits differ by more than rounding."""
-    ops = problem(4, 64, 3001)
-    wide = ll.LMHead(ops.weight.float())
+    ops = problem(kind, 4, 64, 3001)
+    exact = ll.LMHead(ops.weight.double())
     noise = Noise(torch.arange(4), torch.zeros(4, dtype=torch.int64))
     found = ll.sample_tokens(ops.hidden, ops.head, temperature=0.9, top_p=0.9, noise=noise)
     assert products
-    right = ll.sample_tokens(ops.hidden.float(), wide, temperature=0.9, top_p=0.9, noise=noise)
+    right = ll.sample_tokens(ops.hidden.double(), exact, temperature=0.9, top_p=0.9, noise=noise)
     assert torch.equal(found.token, right.token)
 
 
-def test_a_slice_is_as_long_as_of_an_fp32_head():
+def test_a_slice_is_as_long_as_of_an_fp32_head(kind):
     """No copy limits it to what the caches hold."""
-    ops = problem(2, 100, 40_000)
-    wide = ll.explain(ops.hidden.float(), ll.LMHead(ops.weight.float()), want=("logsumexp",)).slices
-    assert ll.explain(ops.hidden, ops.head, want=("logsumexp",)).slices.width == wide.width == 40_000
+    ops = problem(kind, 2, 100, 40_000)
+    assert ll.explain(ops.hidden, ops.head, want=("logsumexp",)).slices.width == 40_000
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ((33, 24, 1031, torch.bfloat16), "more tokens"),
-        ((4, 24, 1031, torch.float32), "fp32"),
-    ],
-    ids=str,
-)
-def test_others_keep_their_product(given, why, products):
-    n, h, v, dtype = given
-    ops = operands((n,), h, v, dtype=dtype, bias=False).training()
+@pytest.mark.parametrize(("n", "dtype"), [(33, None), (4, torch.float64), (4, torch.float16)], ids=str)
+def test_others_keep_their_product(kind, n, dtype, products):
+    ops = problem(kind, n, 24, 1031)
+    weight = ops.weight if dtype is None else ops.weight.to(dtype)
+    ll.token_stats(ops.hidden.to(weight.dtype), ll.LMHead(weight), ops.labels, want=WANT, backend="eager")
+    assert not products
+
+
+def test_an_intel_processor_keeps_its_makers_products_but_for_tiles(kind, products, monkeypatch):
+    monkeypatch.setattr(few, "is_intel", lambda: True)
+    ops = problem(kind, 2, 24, 1031)
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
-    assert not products, why
+    assert bool(products) == (kind == "tiles")
 
 
-def test_a_small_budget_has_no_room_for_a_threads_rows(products):
-    ops = problem(2, 512, 1031)
-    for budget, taken in ((300_000, False), (100_000_000, True)):
+def test_a_small_budget_has_no_room_for_packed_operands(kind, products):
+    """Operands in fp32 are read as they lie."""
+    ops = problem(kind, 2, 512, 1031)
+    for budget, taken in ((30_000, kind in ("widened", "floats")), (100_000_000, True)):
+        products.clear()
         told = ll.explain(ops.hidden, ops.head, want=("logsumexp",), memory_budget=budget)
         assert told.buffer_bytes <= budget
         assert told.slices.unconverted == taken
@@ -128,19 +159,19 @@ def test_a_small_budget_has_no_room_for_a_threads_rows(products):
         assert bool(products) == taken
 
 
-def test_without_a_compiler_nothing_is_said(products, monkeypatch):
+def test_without_a_compiler_nothing_is_said(kind, products, monkeypatch):
     monkeypatch.setattr(few.library, "is_made", lambda: False)
     monkeypatch.setattr(few, "why_not", lambda device: "no compiler")
     monkeypatch.setattr(few, "_can_be_had", few._can_be_had.__wrapped__)
-    ops = problem(2, 24, 1031)
+    ops = problem(kind, 2, 24, 1031)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
     assert not products
 
 
-def test_small_heads_compile_nothing(products, monkeypatch):
+def test_small_heads_compile_nothing(kind, products, monkeypatch):
     monkeypatch.setattr(few, "WORTH", 1 << 24)
-    ops = problem(2, 24, 1031)
+    ops = problem(kind, 2, 24, 1031)
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=WANT, backend="eager")
     assert not products

@@ -22,6 +22,13 @@ static inline float widened(uint16_t half) {
   return x;
 }
 
+// Of a float that has no more digits
+static inline uint16_t narrowed(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits >> 16;
+}
+
 static inline float pair_of(uint16_t first, uint16_t second) {
   const uint16_t both[2] = {first, second};
   float pair;

@@ -11,6 +11,10 @@ static inline Vector load(const float* x) { return _mm512_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm512_store_ps(x, v); }
 static inline void store_past_caches(float* x, Vector v) { _mm512_stream_ps(x, v); }
 static inline Vector load_anywhere(const float* x) { return _mm512_loadu_ps(x); }
+static inline Vector load_widened(const uint16_t* x) {  // of bfloat16
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
 static inline void store_anywhere(float* x, Vector v) { _mm512_storeu_ps(x, v); }
 static inline Vector all(float x) { return _mm512_set1_ps(x); }
 static inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
@@ -24,6 +28,7 @@ static inline Vector if_equal(Vector a, Vector b, Vector x, Vector y) {  // a ==
 static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x);
 }
+static inline float added_up(Vector x) { return _mm512_reduce_add_ps(x); }
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
 
 // Words of 32 bits, in the lower halves of lanes of 64; nobody reads what is above them
@@ -43,6 +48,10 @@ static inline Vector load(const float* x) { return _mm256_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
 static inline void store_past_caches(float* x, Vector v) { _mm256_stream_ps(x, v); }
 static inline Vector load_anywhere(const float* x) { return _mm256_loadu_ps(x); }
+static inline Vector load_widened(const uint16_t* x) {
+  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
 static inline void store_anywhere(float* x, Vector v) { _mm256_storeu_ps(x, v); }
 static inline Vector all(float x) { return _mm256_set1_ps(x); }
 static inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
@@ -61,6 +70,11 @@ static inline Vector if_equal(Vector a, Vector b, Vector x, Vector y) {
 }
 static inline Vector if_greater(Vector a, Vector b, Vector x, Vector y) {
   return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+}
+static inline float added_up(Vector x) {
+  const __m128 fours = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
+  return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
 }
 static inline uint32_t not_at_most(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
 
