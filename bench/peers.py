@@ -103,19 +103,22 @@ def vocab_gemms(case: Case, t: Tensors, width: int = VOCAB_SLICE, tokens: int = 
     return run
 
 
-def by_onednn(build: Callable[[Case, Tensors], Step]) -> Callable[[Case, Tensors], Step]:
+def by_onednn(step: Step) -> Step:
     """The same with oneDNN's products in fp32, which torch has beside MKL's: see docs/how-to/cpu.md."""
 
-    def built(case: Case, t: Tensors) -> Step:
-        step = build(case, t)
+    def run() -> Tensors:
+        with bf16_products(True):  # which a processor without tiles (AMX) multiplies in fp32
+            return step()
 
-        def run() -> Tensors:
-            with bf16_products(True):  # which a processor without tiles (AMX) multiplies in fp32
-                return step()
+    return run
 
-        return run
 
-    return built
+def onednn_gemms(case: Case, t: Tensors) -> Step:
+    return by_onednn(vocab_gemms(case, t))
+
+
+def small_onednn_gemms(case: Case, t: Tensors) -> Step:
+    return by_onednn(small_tile_gemms(case, t))
 
 
 # ---------------------------------------------------------------------------------------- plain torch
@@ -134,6 +137,10 @@ def _compile_in_this_process() -> None:
     import torch._inductor.config as inductor  # here, since most methods' processes start a second sooner without
 
     inductor.compile_threads = 1
+
+
+def dense_by_onednn(case: Case, tensors: Tensors) -> Step:
+    return by_onednn(dense(case, tensors))
 
 
 def compiled(case: Case, tensors: Tensors) -> Step:
@@ -283,9 +290,9 @@ _OURS = Method("logitless", logitless, "ours")
 # oneDNN's switch rounds operands on a processor with tiles, and perhaps on one that is no x86
 _HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not has_bf16_tiles("cpu")
 _BY_ONEDNN = (
-    Method("bare GEMMs by oneDNN, vocabulary slices", by_onednn(vocab_gemms), "floor"),
-    Method("bare GEMMs by oneDNN, smaller tiles", by_onednn(small_tile_gemms), "floor"),
-    Method("torch by oneDNN", by_onednn(dense)),
+    Method("bare GEMMs by oneDNN, vocabulary slices", onednn_gemms, "floor"),
+    Method("bare GEMMs by oneDNN, smaller tiles", small_onednn_gemms, "floor"),
+    Method("torch by oneDNN", dense_by_onednn),
 )
 _ALWAYS = (
     _OURS,

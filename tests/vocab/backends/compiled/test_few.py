@@ -25,7 +25,7 @@ DTYPES = {  # of hidden states and of the head, by how they are multiplied
 
 
 @pytest.fixture(
-    autouse=True, params=[pytest.param(kind, marks=needs_pairs if kind in ("tiles", "pairs") else ()) for kind in DTYPES]
+    autouse=True, params=[*(pytest.param(kind, marks=needs_pairs) for kind in ("tiles", "pairs")), "widened", "floats"]
 )
 def kind(request, monkeypatch):
     if request.param in ("tiles", "pairs"):
@@ -57,7 +57,9 @@ def problem(kind, n, h, v, bias=False, **more):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("n", "h", "v"), [(1, 1, 1), (1, 65, 4099), (5, 33, 193), (7, 64, 98), (32, 130, 1031)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "h", "v"), [(1, 1, 1), (1, 65, 4099), (5, 33, 193), (7, 64, 98), (32, 130, 1031)], ids=str
+)
 def test_every_size_is_the_oracle(kind, n, h, v, threads, products):
     ops = problem(kind, n, h, v)
     with put_back():
