@@ -132,15 +132,15 @@ def dense(case: Case, tensors: Tensors) -> Step:
     return _bind(case, case.dense, tensors)
 
 
+def dense_by_onednn(case: Case, tensors: Tensors) -> Step:
+    return by_onednn(dense(case, tensors))
+
+
 def _compile_in_this_process() -> None:
     """Inductor's helper processes would hold memory and processor time that nobody accounts for."""
     import torch._inductor.config as inductor  # here, since most methods' processes start a second sooner without
 
     inductor.compile_threads = 1
-
-
-def dense_by_onednn(case: Case, tensors: Tensors) -> Step:
-    return by_onednn(dense(case, tensors))
 
 
 def compiled(case: Case, tensors: Tensors) -> Step:

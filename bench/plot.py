@@ -51,7 +51,7 @@ def summary_table(records: list[Record]) -> str:
         of = {r["method"]: r for r in found}
         best, bare = _best_peer(found), fastest_floor(found)
         floor = "–" if bare is None else f"{bare['least_s']:.2f} s"
-        other = f"{best['method']}: {_cell(best)}" if best else "–"
+        other = f"{shown(best['method'])}: {_cell(best)}" if best else "–"
         ours = _cell(of.get("logitless, compiled"))
         roomy = _cell(of.get("logitless, compiled, 1 GiB"))
         cells = CASES[name].title, floor, f"**{ours}**", roomy, _cell(of.get("torch")), other
