@@ -288,7 +288,7 @@ def logitless(case: Case, tensors: Tensors, backend: str | None = "eager", memor
 
 _OURS = Method("logitless", logitless, "ours")
 # oneDNN's switch rounds operands on a processor with tiles, and perhaps on one that is no x86
-_HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not has_bf16_tiles("cpu")
+HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not has_bf16_tiles("cpu")
 _BY_ONEDNN = (
     Method("bare GEMMs by oneDNN, vocabulary slices", onednn_gemms, "floor"),
     Method("bare GEMMs by oneDNN, smaller tiles", small_onednn_gemms, "floor"),
@@ -303,7 +303,7 @@ _ALWAYS = (
     Method("bare GEMMs, smaller tiles", small_tile_gemms, "floor"),
     Method("torch", dense),
     Method("torch.compile", compiled),
-    *(_BY_ONEDNN if _HAS_ONEDNN else ()),
+    *(_BY_ONEDNN if HAS_ONEDNN else ()),
     Method("TRL chunked", trl_chunked),
 )
 _FUSED = (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import sys
 
 import numpy as np
@@ -272,12 +273,36 @@ def test_what_no_method_is_called_is_refused_in_turn_too(option, known, capsys):
     assert known in capsys.readouterr().err
 
 
+def test_methods_reach_a_process_of_their_own():
+    for method in {m for methods in peers.METHODS.values() for m in methods}:
+        assert pickle.loads(pickle.dumps(method)) == method
+
+
+@pytest.mark.skipif(not peers.HAS_ONEDNN, reason="torch's switch rounds operands here, or has no oneDNN")
+def test_a_floor_by_onednn_is_one_in_fp32():
+    case, tensors = cases.CASES["entropy"], cases.make_tensors(cases.CASES["entropy"], cases.SHAPES["tiny"])
+    seen = []
+
+    def product():
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return {"z": tensors["hidden"] @ tensors["weight"].t()}
+
+    found = peers.by_onednn(product)()["z"]
+    assert seen == ["bf16"]
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    exact = tensors["hidden"].double() @ tensors["weight"].double().t()
+    assert (found - exact).abs().max() < 1e-5  # in bf16 it would be 1e-2
+    names = [m.name for m in peers.METHODS[case.name] if m.kind == "floor"]
+    assert names[-2:] == ["bare GEMMs by oneDNN, vocabulary slices", "bare GEMMs by oneDNN, smaller tiles"]
+
+
 def test_methods_are_chosen_by_the_beginnings_of_their_names():
     def names(*asked):
         return {case: [m.name for m in found] for case, found in peers.chosen(*asked).items()}
 
-    assert names(["entropy"], ["dense"], ())["entropy"][0] == "torch"
-    assert names(["entropy"], ["torch"], ())["entropy"][:2] == ["torch", "torch.compile"]
+    by_onednn = ["torch by oneDNN"] if peers.HAS_ONEDNN else []
+    assert names(["entropy"], ["dense"], ()) == {"entropy": ["torch", *by_onednn]}
+    assert names(["entropy"], ["torch"], ()) == {"entropy": ["torch", "torch.compile", *by_onednn]}
     of_a_loss = names(["loss", "entropy"], ["cut"], ("ours",))
     assert of_a_loss["loss"][-1] == "cut-cross-entropy, torch_compile"
     assert of_a_loss["entropy"] == ["logitless", "logitless, compiled"]

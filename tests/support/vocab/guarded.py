@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.vocab.backends.compiled import few
 from tests.support.vocab.processors import multiply_by
 
 PAGE, NO_ACCESS = mmap.PAGESIZE, 0
 SIZES = [(33, 1, 5), (40, 31, 192), (70, 107, 776), (600, 129, 1001)]
+FEW = [(1, 1, 1), (3, 31, 95), (32, 64, 97)]
 
 
 def at_the_end(x: torch.Tensor) -> torch.Tensor:
@@ -33,6 +35,12 @@ def main(kind: str) -> None:
         for head in (ll.LMHead(weight.detach()), ll.LMHead(weight)):  # frozen, and trained
             labels = torch.randint(v, (n,))
             ll.linear_cross_entropy(hidden, head, labels, backend="compiled").backward()
+    few.WORTH, few.is_intel = 1, lambda: False
+    for n, h, v in FEW:
+        wide, wide_head = (at_the_end(torch.randn(rows, h)) for rows in (n, v))
+        narrow, narrow_head = (at_the_end(x.bfloat16()) for x in (wide, wide_head))
+        for hidden, weight in ((narrow, narrow_head), (wide, narrow_head), (wide, wide_head)):
+            ll.token_stats(hidden, ll.LMHead(weight), want=("logsumexp",), backend="eager")
     print("nothing else was read")
 
 

@@ -13,7 +13,7 @@ from ...errors import BackendError
 from . import compiled_support, quack_support, triton_support
 
 WORTH_COMPILING = 1 << 32  # logits of a call, from which on ten such calls pay for what is loaded to compile them
-WORTH_REGISTERS = 1 << 22  # the same of a library of a second, once a machine: see `passes.price.by_registers`
+WORTH_REGISTERS = 1 << 22  # of a library that takes a second, once a machine and not a process: see `by_registers`
 SAVED_WITH_MORE = 16  # times as much of a logit's time as of a log-prob's, with entropy or beside a reference
 SAVED_AT_SECOND_LOOK = 256
 

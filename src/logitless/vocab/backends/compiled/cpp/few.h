@@ -70,7 +70,9 @@ struct Rest {
 // logits[ROWS_TOGETHER][tokens] of rows and tokens that have `size` numbers each; the next rows, `next` numbers on, are
 // brought to the caches meanwhile
 template <class Kind, long tokens>
-static void multiply_rows(const typename Kind::Entry* const* rows, long next, const typename Kind::Token* of, long stride, long size, float (*logits)[TOKENS_TOGETHER]) {
+static void multiply_rows(
+    const typename Kind::Entry* const* rows, long next, const typename Kind::Token* of, long stride, long size,
+    float (*logits)[TOKENS_TOGETHER]) {
   Vector sum[ROWS_TOGETHER][tokens];
 #pragma GCC unroll 8
   for (long i = 0; i < ROWS_TOGETHER; i++)
