@@ -20,7 +20,7 @@ def takes(n_tokens: int, hidden: Tensor, weight: Tensor) -> bool:
     """Whether the library multiplies so many tokens by these rows, of fp32 or bf16.
 
     On a processor of Intel, whose own library torch multiplies by, only by tiles of bf16; nowhere one token by fp32
-    rows, which torch is a twentieth faster with.
+    rows, which torch multiplies as fast.
     """
     least = 2 if weight.dtype == torch.float32 else 1
     worth = least <= n_tokens <= MOST and weight.numel() >= WORTH and weight.stride(1) == 1
