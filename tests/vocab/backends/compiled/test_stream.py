@@ -761,6 +761,23 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize(("tokens", "whole"), [(228, 224), (688, 688), (256, 256), (33, 32), (20, 20)])
+def test_a_chunk_leaves_few_lanes_empty(tokens, whole):
+    assert stream._whole_panels(tokens, 32) == whole
+
+
+def test_chunks_are_whole_panels_unless_one_has_all_tokens():
+    hidden, weight = torch.randn(500, 8, requires_grad=True), torch.randn(1031, 8, requires_grad=True)
+    head, labels, lanes, sizes = ll.LMHead(weight), torch.zeros(500, dtype=torch.long), library.library().lanes(), set()
+    for budget in (*range(500_000, 6_000_000, 100_000), 1 << 28):
+        told = ll.explain(hidden, head, labels, loss=True, memory_budget=budget, backend="compiled").slices
+        if told.in_products:
+            assert told.tokens == 500 or told.tokens < lanes or 16 * (-told.tokens % lanes) <= told.tokens
+            sizes.add(told.tokens)
+    assert 500 in sizes
+    assert len(sizes) > 5
+
+
 @pytest.mark.parametrize(("more", "want", "loss", "trained", "taken"), KINDS.values(), ids=KINDS)
 def test_taken_unasked_for_fewer_logits_than_what_inductor_compiles(
     more, want, loss, trained, taken, streamed, monkeypatch

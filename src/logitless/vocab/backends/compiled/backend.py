@@ -152,12 +152,12 @@ class CompiledBackend(EagerBackend):
         def plain(call: Call, price: Price = price) -> Slices:
             return super(CompiledBackend, self).slices(call, n_tokens, vocab_size, price, **how)
 
-        streamed = None
+        streamed, together = None, how.get("together", 0)
         if price.materialised and price.method in AT_ONCE:
-            streamed = stream.slices_kept(call, plain, price.method == "in-forward")
+            streamed = stream.slices_kept(call, n_tokens, plain, price.method == "in-forward", together)
         elif price.method == "recompute" and stream.takes(call):
             kept = replace(price, materialised=True)  # while backward lasts
-            streamed = stream.slices_kept(call, lambda call: plain(call, kept), True)
+            streamed = stream.slices_kept(call, n_tokens, lambda call: plain(call, kept), True, together)
         elif how.get("summed") or (price.bases and not price.materialised):
             streamed = stream.slices(call, n_tokens, price.bases)
         return plain(call) if streamed is None else streamed

@@ -90,10 +90,12 @@ def slices(call: Call, n_tokens: int, bases: tuple[str, ...] = ()) -> Slices | N
     return Slices(tokens, call.head.rows, own + rounded(tokens, lanes) * each, in_products=True)
 
 
-def slices_kept(call: Call, slices_in: Callable[[Call], Slices], formed: bool) -> Slices | None:
+def slices_kept(
+    call: Call, n_tokens: int, slices_in: Callable[[Call], Slices], formed: bool, together: int = 0
+) -> Slices | None:
     """The same of a call whose logits stay in slices, as `slices_in` gives them for the budget of a call.
 
-    formed: whether they stay for the products of backward.
+    formed: whether they stay for the products of backward; together: tokens that are to stay at once, if they may.
     """
     if not takes(call, kept=True):
         return None
@@ -106,7 +108,15 @@ def slices_kept(call: Call, slices_in: Callable[[Call], Slices], formed: bool) -
     if tokens < lanes or beside >= call.budget:
         return None
     found = slices_in(replace(call, options=replace(call.options, memory_budget=call.budget - beside)))
-    return replace(found, nbytes=found.nbytes + beside, in_products=True, stored=True)
+    tokens = found.tokens
+    if tokens < n_tokens:
+        tokens = max(_whole_panels(tokens, lanes), min(tokens, together))
+    return replace(found, tokens=tokens, nbytes=found.nbytes + beside, in_products=True, stored=True)
+
+
+def _whole_panels(tokens: int, lanes: int) -> int:
+    """As many tokens, or fewer where over a sixteenth of the lanes that they take would be empty."""
+    return tokens // lanes * lanes if 16 * (rounded(tokens, lanes) - tokens) > tokens > lanes else tokens
 
 
 def _demand(call: Call, bases: int = 0) -> tuple[int, int, int]:
