@@ -19,6 +19,7 @@ from ..head.lm_head import LMHead, place
 from ..head.quantised import Weight, plain
 from ..sizing import current_sizing
 from .compiled import few
+from .compiled.library import in_pairs
 
 
 def has_out_dtype(device_type: str) -> bool:
@@ -225,7 +226,7 @@ class Projection:
     def logits_of_few(self, v: slice, out: Tensor) -> Tensor:
         """`logits` of a few tokens, by the head's rows as they lie: see `compiled.few`."""
         first, *others = self.factors
-        pairs = first.is_bf16 and few.multiplies_pairs()
+        pairs = in_pairs(first.is_bf16)
         few.product_of_few(first.tokens if pairs else first.rows, plain(first.entries)[v], out, pairs)
         if pairs and first.scaled:  # as its rows are, but not its tokens, which are bf16 numbers
             out.mul_(self.inner)

@@ -16,8 +16,8 @@ from ..chunk import Chunk
 from ..chunk import Tile as Slice
 from ..eager.weights import scale_of, weigh_late
 from ..logits import Factor as RowsAndEntries
-from .library import Factor, Head, OfEntries, OfTokens, Tile, library, run
-from .panels import in_pairs, of_tokens, parts_of, product_bytes, products_of, rounded
+from .library import Factor, Head, OfEntries, OfTokens, Tile, in_pairs, library, run
+from .panels import of_tokens, parts_of, product_bytes, products_of, rounded
 
 ToGradient = Callable[[Chunk, Slice, Totals, Coefficients], Tensor]
 
@@ -64,7 +64,7 @@ def _put_products(
     chunk: Chunk, of: RowsAndEntries, scale: Tensor | None, out: Tensor, begins: bool, m: Tensor | None
 ) -> None:
     """out (V, K) = the chunk's weights, times scale (C, 1), times a factor's tokens (C, K), or added to it."""
-    pairs = in_pairs(of)
+    pairs = in_pairs(of.is_bf16)
     tokens = of.tokens if scale is None or pairs else of.tokens * scale
     n, size = tokens.shape
     transposed = tokens.t().contiguous()

@@ -41,16 +41,11 @@ def _can_be_had(compiler: str) -> bool:
     return library.is_made() or why_not("cpu") is None
 
 
-def multiplies_pairs() -> bool:
-    """Whether two numbers of bf16 are multiplied at a time, of tokens and rows that are both bf16."""
-    return bool(library.library().multiplies_pairs())
-
-
-def nbytes(size: int, both_bf16: bool) -> int:
+def nbytes(size: int, are_bf16: bool) -> int:
     """Of packed tokens with so many numbers, and with tiles of each thread's rows; nothing of operands in fp32."""
-    found = library.library()
-    if not both_bf16 or not found.multiplies_pairs():
+    if not library.in_pairs(are_bf16):
         return 0
+    found = library.library()
     length, rows = found.pairs_of(size), torch.get_num_threads() * found.entries() * found.multiplies_tiles()
     return 4 * (found.lanes() * length + rows * (found.lanes() + length))
 

@@ -45,6 +45,11 @@ def library() -> Any:
         return _library(compiler(), torch.backends.cpu.get_cpu_capability(), _more())
 
 
+def in_pairs(are_bf16: bool) -> bool:
+    """Whether a product's operands, both bf16 or not, are multiplied two numbers at a time: docs/decisions/0055."""
+    return are_bf16 and bool(library().multiplies_pairs())
+
+
 def is_made() -> bool:
     """Whether it lies on the disk, so that `library` compiles nothing."""
     processor = torch.backends.cpu.get_cpu_capability()

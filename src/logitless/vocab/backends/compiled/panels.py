@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ....algebra.online_softmax import Accumulation
 from ..chunk import Chunk
-from ..logits import Factor, Projection
+from ..logits import Projection
 from ..moves import Moves
-from .library import BASES, Products, library
+from .library import BASES, Products, in_pairs, library
 
 TOGETHER = 512  # tokens of all parts of the vocabulary that have products of their own, unless one part has more
 
@@ -18,14 +18,9 @@ def rounded(n: int, block: int) -> int:
     return -(-n // block) * block
 
 
-def in_pairs(factor: Factor) -> bool:
-    """Whether its operands are bf16, and multiplied so, two numbers at a time: docs/decisions/0055."""
-    return factor.is_bf16 and bool(library().multiplies_pairs())
-
-
 def rounds_weights(on: Projection, bases: tuple[str, ...]) -> bool:
     """Whether weights are rounded to bf16 for products with a head's rows: not of two bases, which are subtracted."""
-    return bases == ("p",) and len(on.factors) == 1 and in_pairs(on.factors[0])
+    return bases == ("p",) and len(on.factors) == 1 and in_pairs(on.factors[0].is_bf16)
 
 
 def parts_of(width: int) -> int:

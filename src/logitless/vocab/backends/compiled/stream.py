@@ -26,8 +26,8 @@ from ..logits import Projection, multiplies_tiles
 from ..moves import normalised
 from . import measured
 from .backward import bytes_beside
-from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, is_plain, library, run
-from .panels import in_pairs, moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
+from .library import REFERENCE_SUMS, Best, Factor, Head, Products, Streamed, Sums, in_pairs, is_plain, library, run
+from .panels import moves_of, of_tokens, parts_of, product_bytes, products_of, rounded
 
 FOUND = frozenset({"t", "r", "above", "zsum", "ref", "qe", "argmax"})  # of the sums that statistics read
 AFTERWARDS = frozenset(SECOND_LOOK)  # those of logits that stay
@@ -143,7 +143,7 @@ def _row(head: LMHead, hidden: Tensor, lora_b: Tensor | None) -> int:
 
 
 def _in_pairs(head: LMHead, hidden: Tensor) -> bool:
-    return hidden.dtype == head.weight.dtype == torch.bfloat16 and bool(library().multiplies_pairs())
+    return in_pairs(hidden.dtype == head.weight.dtype == torch.bfloat16)
 
 
 def _rounds_weights(call: Call) -> bool:
@@ -205,7 +205,7 @@ class _Held(list[object]):
 def _head(on: Projection, name: str, chunk: Chunk, width: int, held: _Held) -> Head:
     """A head on the chunk's tokens: its bias is a factor of one number a token and entry."""
     first, *others = on.factors
-    pairs = in_pairs(first)
+    pairs = in_pairs(first.is_bf16)
     products = [(first.tokens if pairs else first.rows, plain(first.entries))]
     products += [(f.rows, plain(f.entries)) for f in others]
     if on.bias is not None:

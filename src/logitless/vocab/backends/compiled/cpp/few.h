@@ -1,4 +1,4 @@
-// A head's product with a few tokens, whose logits memory holds: by tiles, or row by row as they lie.
+// A head's product with a few tokens, whose logits memory holds: by tiles, or by the rows as they lie.
 #pragma once
 #include "room.h"
 
@@ -108,6 +108,7 @@ template <class Kind>
 static void multiply_by_rows(const OfFew& call, const typename Kind::Token* tokens, long stride) {
   const Factor& w = call.head.factors[0];
   const auto* entries = static_cast<const typename Kind::Entry*>(w.entries);
+  const long next = ROWS_TOGETHER * w.entries_stride;
 #pragma omp for schedule(monotonic : dynamic)
   for (long block = 0; block < call.vocab; block += ENTRIES)
     for (long v = block; v < std::min(call.vocab, block + ENTRIES); v += ROWS_TOGETHER) {
@@ -118,10 +119,10 @@ static void multiply_by_rows(const OfFew& call, const typename Kind::Token* toke
         const long some = std::min(TOKENS_TOGETHER, call.n_tokens - n);
         const auto* of = tokens + n * stride;
         float logits[ROWS_TOGETHER][TOKENS_TOGETHER];
-        if (some == 4) multiply_rows<Kind, 4>(rows, ROWS_TOGETHER * w.entries_stride, of, stride, w.size, logits);
-        else if (some == 3) multiply_rows<Kind, 3>(rows, ROWS_TOGETHER * w.entries_stride, of, stride, w.size, logits);
-        else if (some == 2) multiply_rows<Kind, 2>(rows, ROWS_TOGETHER * w.entries_stride, of, stride, w.size, logits);
-        else multiply_rows<Kind, 1>(rows, ROWS_TOGETHER * w.entries_stride, of, stride, w.size, logits);
+        if (some == 4) multiply_rows<Kind, 4>(rows, next, of, stride, w.size, logits);
+        else if (some == 3) multiply_rows<Kind, 3>(rows, next, of, stride, w.size, logits);
+        else if (some == 2) multiply_rows<Kind, 2>(rows, next, of, stride, w.size, logits);
+        else multiply_rows<Kind, 1>(rows, next, of, stride, w.size, logits);
         for (long j = 0; j < some; j++)
           for (long i = 0; i < count; i++) *call.at(n + j, v + i) = logits[i][j];
       }
