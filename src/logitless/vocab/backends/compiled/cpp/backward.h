@@ -49,7 +49,17 @@ static void weigh(const Tile& tile, long v, long count) {
 // A panel of tokens' numbers of `count` entries from v on, as [ENTRIES][LANES]; lanes without a token keep what they have
 static void read_panel(const Tile& tile, long v, long count, long panel, float* to) {
   const long first = panel * LANES, tokens = std::min(LANES, tile.n_tokens - first);
-  for (long i = 0; i < count; i++) std::copy_n(tile.numbers + (v + i) * tile.n_tokens + first, tokens, to + i * LANES);
+  const float* from = tile.numbers + v * tile.n_tokens + first;
+  for (long i = 0; i < count; i++, from += tile.n_tokens, to += LANES) {
+    if (tokens < LANES) {
+      std::copy_n(from, tokens, to);
+      continue;
+    }
+    for (long j = 0; j < LANES; j += WIDTH) {
+      __builtin_prefetch(from + LANES + j);  // of the next panel
+      store(to + j, load_anywhere(from + j));
+    }
+  }
 }
 
 // Brings the lines of memory that a tile of products is added to
@@ -72,6 +82,7 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
   const long n_tokens = call.tile.n_tokens, panels = (call.size + LANES - 1) / LANES;
   const bool pairs = call.tokens.factors[0].pairs;
   const long length = call.tokens.size(), together = pairs ? ENTRIES : FP32_ENTRIES;
+  const long step = pairs && MULTIPLIES_TILES ? ENTRIES : ROWS;  // entries whose lines memory brings at once
   int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
@@ -91,9 +102,12 @@ static int multiply_for_entries(const OfEntries& call, int threads) {
       for (long p = 0; p < panels; p++) {
         const long some = std::min(LANES, call.size - p * LANES);
         float* to = call.out + v * call.stride + p * LANES;
-        if (call.adds) prefetch(to, count, some, call.stride);
-        make_logits(call.tokens, length, packed, count, p, tile);
-        put(tile, count, some, call.adds, call.stride, to);
+        for (long i = 0; i < count; i += step, to += step * call.stride) {
+          const long rows = std::min(step, count - i);
+          if (call.adds) prefetch(to, rows, some, call.stride);
+          make_logits(call.tokens, length, packed + i * length, rows, p, tile);
+          put(tile, rows, some, call.adds, call.stride, to);
+        }
       }
     }
   }

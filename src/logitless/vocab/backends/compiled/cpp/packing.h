@@ -13,6 +13,8 @@ constexpr long ROWS = 4, VECTORS = 3;
 constexpr long LANES = WIDTH * VECTORS;
 constexpr long FP32_ENTRIES = 96;  // whose packed rows stay in a core's second cache
 constexpr long ENTRIES = MULTIPLIES_TILES ? 2 * FP32_ENTRIES : FP32_ENTRIES;  // of tiles, and the most that there is room for
+constexpr long TOGETHER = 4;  // rows whose parts of a panel are packed at once: whole lines of memory, and few at one place
+                              // of the first cache where rows lie a power of two apart
 static_assert(!MULTIPLIES_TILES || (LANES == 2 * TILE && FP32_ENTRIES % BLOCK == 0));
 
 static inline float widened(uint16_t half) {
@@ -78,6 +80,21 @@ struct Pairs : Matrix<uint16_t> {
   float one(long i, long k) const { return pair_of(*at(i, 2 * k), 2 * k + 1 < size ? *at(i, 2 * k + 1) : 0); }
 };
 
+// bfloat16 of two rows in turn: a number is one of each, in a pair, or 0 of a row behind the last of `count`
+struct PairsOfRows : Matrix<uint16_t> {
+  const long count;
+  PairsOfRows(const void* x, long v, long stride, long size, long count) : Matrix(x, v, stride, size), count(count) {}
+  static constexpr long together = 1;
+  __m128 four(long i, long k) const {
+    const uint16_t *first = at(2 * i, k), *second = first + stride;
+    if (k % 32 == 0) __builtin_prefetch(first + 2 * TOGETHER * stride), __builtin_prefetch(second + 2 * TOGETHER * stride);
+    const __m128i none = _mm_setzero_si128(), a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first));
+    const __m128i b = 2 * i + 1 < count ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)) : none;
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(a, b));
+  }
+  float one(long i, long k) const { return pair_of(*at(2 * i, k), 2 * i + 1 < count ? *at(2 * i + 1, k) : 0); }
+};
+
 // Floats that are rounded to pairs, each times what `scale` has for its column where that is given
 struct Rounded : Matrix<float> {
   const float* scale;
@@ -112,6 +129,24 @@ static void pack_panels(const Numbers& of, long count, long stride, float* packe
     for (long k = fours; k < length; k++)
       for (long i = 0; i < ROWS; i++) packed[k * ROWS + i] = i < rows ? of.one(first + i, k) : 0.f;
   }
+}
+
+// `count` rows as panel[row][column] of panels of ROWS columns, with room for ENTRIES rows, from column `first` on
+template <class Numbers>
+static void pack_columns(const Numbers& of, long count, long first, float* packed) {
+  for (long start = 0; start < count; start += TOGETHER)
+    for (long k = 0, some; k < of.size; k += some) {
+      const long panel = (first + k) / ROWS, place = (first + k) % ROWS, end = std::min(count, start + TOGETHER);
+      float* to = packed + (panel * ENTRIES + start) * ROWS + place;
+      some = std::min(ROWS - place, of.size - k);
+      for (long i = start; i < end; i++, to += ROWS) {
+        if (some == ROWS)
+#pragma GCC unroll 4
+          for (long j = 0; j < ROWS; j += 4) _mm_storeu_ps(to + j, of.four(i, k + j));
+        else
+          for (long j = 0; j < some; j++) to[j] = of.one(i, k + j);
+      }
+    }
 }
 
 // `count` rows of pairs as panels [length / TILE][TILE rows][TILE pairs], with 0 behind a row's end and for rows up to a

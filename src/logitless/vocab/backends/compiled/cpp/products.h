@@ -71,37 +71,8 @@ static inline void weigh(const Weights& weights, long at, Vector z, Vector w, Ve
 static void pack_numbers(const Head& head, long width, long v, long count, float* packed) {
   for (long f = 0, first = 0; first < width; first += head.factors[f++].size) {
     const Factor& w = head.factors[f];
-    for (long i = 0; i < count; i++) {
-      const float* row = static_cast<const float*>(w.entries) + (v + i) * w.entries_stride;
-      for (long k = 0, some; k < w.size; k += some) {
-        const long panel = (first + k) / ROWS, place = (first + k) % ROWS;
-        float* to = packed + panel * ENTRIES * ROWS + i * ROWS + place;
-        some = std::min(ROWS - place, w.size - k);
-        if (some == ROWS && !w.half) {
-          std::memcpy(to, row + k, ROWS * sizeof(float));
-        } else {
-          for (long j = 0; j < some; j++) to[j] = w.entry(v + i, k + j);
-        }
-      }
-    }
-  }
-}
-
-// The same of a head with one factor of bfloat16, two entries to a pair, so that half of each panel is used
-static void pack_pairs(const Factor& w, long v, long count, float* packed) {
-  for (long i = 0; i < count; i += 2) {
-    const uint16_t* first = static_cast<const uint16_t*>(w.entries) + (v + i) * w.entries_stride;
-    const uint16_t* second = i + 1 < count ? first + w.entries_stride : nullptr;
-    for (long k = 0; k < w.size; k += ROWS) {
-      float* to = packed + (k * ENTRIES + i / 2 * ROWS);
-      const long some = std::min(ROWS, w.size - k), whole = second ? some / 4 * 4 : 0;
-      for (long j = 0; j < whole; j += 4) {
-        const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first + k + j));
-        const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second + k + j));
-        _mm_storeu_ps(to + j, _mm_castsi128_ps(_mm_unpacklo_epi16(a, b)));
-      }
-      for (long j = whole; j < some; j++) to[j] = pair_of(first[k + j], second ? second[k + j] : 0);
-    }
+    if (w.half) pack_columns(Widened(w.entries, v, w.entries_stride, w.size), count, first, packed);
+    else pack_columns(Floats(w.entries, v, w.entries_stride, w.size), count, first, packed);
   }
 }
 
@@ -149,7 +120,8 @@ static void pack_pairs_in_tiles(const Factor& w, long v, long count, long first,
 
 // The rows of a head from v on, packed for its products
 static void pack_for(const Products& products, const Head& head, long v, long count, float* packed) {
-  if (products.pairs) pack_pairs(head.factors[0], v, count, packed);
+  const Factor& w = head.factors[0];
+  if (products.pairs) pack_columns(PairsOfRows(w.entries, v, w.entries_stride, w.size, count), (count + 1) / 2, 0, packed);
   else pack_numbers(head, products.width, v, count, packed);
 }
 
