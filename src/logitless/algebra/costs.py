@@ -102,8 +102,9 @@ class Slices:
 
     copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
     converted whenever it is read. at_once: how many entries a CPU converts together, where one product alone needs
-    them; else 0. unconverted: whether it multiplies few tokens by the head as it lies. in_products: whether the kernel
-    of the products adds up its logits, so that there is no slice of these unless it has stored them for backward, too.
+    them; else 0. multiplies_few: whether few tokens are multiplied by the head's rows as they lie. in_products: whether
+    the kernel of the products adds up its logits, so that there is no slice of these unless it has stored them for
+    backward, too.
     """
 
     tokens: int
@@ -111,7 +112,7 @@ class Slices:
     nbytes: int
     copied: int = 0
     at_once: int = 0
-    unconverted: bool = False
+    multiplies_few: bool = False
     in_products: bool = False
     stored: bool = False
 

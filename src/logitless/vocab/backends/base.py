@@ -140,8 +140,8 @@ class Backend(ABC):
         """
         options, i, compute = call.options, call.inputs, call.compute
         demand, held = self.within(call, vocab_size, price.skips)
-        unconverted = price.method == "values" and multiplies_few(call)
-        if unconverted:
+        few = price.method == "values" and multiplies_few(call)
+        if few:
             held += bytes_of_few(call)
             demand["budget"] -= held
             if converts(call, call.head.weight):
@@ -157,7 +157,7 @@ class Backend(ABC):
             wide=wide,
             together=together,
         )
-        found = replace(found, nbytes=found.nbytes + held, copied=0 if unconverted else held, unconverted=unconverted)
+        found = replace(found, nbytes=found.nbytes + held, copied=0 if few else held, multiplies_few=few)
         if price.method == "values" and demand["converted"] and i.hidden.device.type == "cpu" and not found.at_once:
             found = replace(found, at_once=found.width)
         if not price.skips or options.sparse is None:

@@ -168,13 +168,13 @@ class Chunk:
 
     def operand(self, v: slice) -> Operands | None:
         """The policy's operands of a slice; None where `put_logits` converts them in parts, or not at all."""
-        return None if self.slices.at_once or self.slices.unconverted else self.policy.operand(v)
+        return None if self.slices.at_once or self.slices.multiplies_few else self.policy.operand(v)
 
     def put_logits(self, v: slice, w: Operands | None, out: Tensor) -> Tensor:
         """The policy's logits of a slice, (C, S), into `out`; w: what `operand` gave."""
         if w is not None:
             return self.policy.logits(w, v, out)
-        if self.slices.unconverted:
+        if self.slices.multiplies_few:
             return self.policy.logits_of_few(v, out)
         for start in range(v.start, v.stop, self.slices.at_once):
             some = slice(start, min(v.stop, start + self.slices.at_once))

@@ -197,7 +197,7 @@ def test_a_slice_is_as_long_as_of_an_fp32_head(kind):
     """No copy limits it to what the caches hold."""
     ops = problem(kind, 2, 100, 40_000)
     told = ll.explain(ops.hidden, ops.head, want=("logsumexp",)).slices
-    assert told.unconverted
+    assert told.multiplies_few
     assert told.width == 40_000
 
 
@@ -223,7 +223,7 @@ def test_a_small_budget_has_no_room_for_packed_operands(kind, products):
         products.clear()
         told = ll.explain(ops.hidden, ops.head, want=("logsumexp",), memory_budget=budget)
         assert told.buffer_bytes <= budget
-        assert told.slices.unconverted == taken
+        assert told.slices.multiplies_few == taken
         ll.token_stats(ops.hidden, ops.head, want=("logsumexp",), memory_budget=budget)
         assert bool(products) == taken
         if taken:
