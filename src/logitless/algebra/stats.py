@@ -143,7 +143,12 @@ STATISTICS: dict[str, Statistic] = {
         sums="ref total_variation ahead behind",
         bases="ahead behind",
     ),
-    "tail_logprob": _row(lambda T, V: T.tail_logprob, lambda T, g, V, b, xp: {"tail": g, "p": -g}, "tail", "p tail"),
+    "tail_logprob": _row(
+        lambda T, V: T.tail_logprob,
+        lambda T, g, V, b, xp: {"tail": g, "p": -xp.where(T.tail_logprob == -math.inf, 0.0, g)},  # of nothing: constant
+        sums="tail",
+        bases="p tail",
+    ),
 }
 
 

@@ -58,6 +58,15 @@ def test_nothing_but_the_candidates():
     assert gradient.eq(0).all()
 
 
+@pytest.mark.parametrize("trainable", [("hidden", "weight", "bias", "a", "b"), ("hidden",)], ids=len)
+@pytest.mark.parametrize("budget", [None, 1])
+def test_a_tail_of_nothing_is_a_constant(budget, trainable):
+    """Beside a token with a tail, tokens whose candidates are the whole vocabulary: no entry has a gradient."""
+    ids = torch.tensor([[0, 1], [1, 1], [1, 0]])
+    ops = operands((3,), 5, 2, ranks=(2,)).training(*trainable)
+    compare(ops, ("tail_logprob", "logsumexp"), candidates=ids, memory_budget=budget)
+
+
 def test_what_it_needs():
     ops, ids = problem()
     with pytest.raises(OptionError, match="tail_logprob is of everything but the candidates; pass candidates=ids"):
