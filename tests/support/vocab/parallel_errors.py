@@ -73,6 +73,9 @@ def unlike_calls(group: Any) -> None:
     last = rank == size - 1
     refused(group, lambda: call(mine(group), n=N - last), "number of tokens", f"{N - 1} on rank {size - 1}", "gather")
     refused(group, lambda: call(mine(group), seed=int(last)), "the same hidden states", "FSDP2")
+    rows = torch.arange(1.0, 1 + N * H).view(N, H)
+    for other in (rows.flip(0), torch.cat([rows[:-1], -rows[-1:]])):  # of one sum; alike but for the last token
+        refused(group, lambda: ll.token_stats(other if last else rows, mine(group), want=()), "the same hidden states")  # noqa: B023
     hidden, labels = torch.ones(N, H), torch.arange(N)
     refused(group, lambda: ll.token_stats(hidden, mine(group), labels.roll(int(last))), "the same labels")
     ignored = labels.masked_fill(labels < last, -100)
@@ -151,7 +154,7 @@ def unlike_samples(group: Any) -> None:
     draw("the same options", keep=2 + last)
     draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
     draw(UNLIKE, temperature=1.0 + last)
-    draw(UNLIKE, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
+    draw(UNLIKE, temperature=torch.linspace(0.5, 0.9, N) + 0.05 * last)
     draw(UNLIKE, noise=relax.Noise(seeds + last, positions))
     draw(UNLIKE, noise=relax.Noise(seeds, positions.roll(int(last))))
 
@@ -274,6 +277,8 @@ def one_rank_alone(group: Any) -> None:
     wrong(lambda: ll.token_stats(hidden[:, : H - last], head, labels), "hidden: expected (..., 4)", ShapeError)
     wrong(lambda: call(head, reduction=["mean", "wrong"][last]), "reduction", OptionError)
     wrong(lambda: call(head, **({"weights": 1} if last else {})), "unknown option 'weights'", OptionError)
+    endless = "é" * 2000  # more words than a rank sends
+    wrong(lambda: call(head, **({endless: 1} if last else {})), "unknown option 'éé", OptionError)
     wrong(lambda: call(head, denominator=1.0 - last), "denominator: expected a positive number", OptionError)
     given = [torch.ones(N), torch.ones(N + 1)][last]
     own = lambda stats, w: -w * stats.logprob  # noqa: E731

@@ -71,6 +71,9 @@ def mean_embedding(group: Any) -> None:
                 assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
     drawn = relax.expected_embedding(one.ops.hidden, one.head, generator=torch.Generator().manual_seed(dist.get_rank()))
     same_on_all(drawn.token, group)
+    alike = split(group, UNEVEN, True, bias=False)
+    nothing = torch.zeros_like(alike.ops.hidden)  # of which all logits are equal: the lowest id is the argmax
+    assert (relax.expected_embedding(nothing, alike.head).argmax == 0).all()
 
 
 def documents(group: Any) -> None:
