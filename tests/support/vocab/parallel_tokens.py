@@ -159,6 +159,10 @@ def shards_of_sequences(group: Any) -> None:
             dist.all_reduce(x, group=group)
             assert_near(x, expected, 1e-10)
     assert int(ll.count_tokens(torch.full((3,), -100), group)) == 1
+    if size == 4:  # two groups of two, of which this rank's is one
+        pairs = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "cp"))
+        assert int(ll.count_tokens(torch.full((1 + rank,), 7), pairs, dim="cp")) == (3, 7)[rank // 2]
+        assert int(ll.count_tokens(torch.full((1 + rank,), 7), pairs, dim="dp")) == (4, 6)[rank % 2]
     assert int(ll.count_tokens(labels)) == int((labels != -100).sum())
 
 

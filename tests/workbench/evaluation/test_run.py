@@ -431,6 +431,13 @@ def test_the_table_and_the_page_say_what_the_summary_does(evaluated):
     assert f"{options['model']} against {options['against']}, evaluated on {Path(options['data']).name}" in shown
     assert f'accuracy</p><p class="number">{summary["accuracy"]:.1%}<' in shown
     assert f'same best entry</p><p class="number">{agreement:.2%}<' in shown
+    assert re.findall("<h2>([^<]*)</h2><svg", shown) == [
+        *("Reliability", "Accuracy by entropy", "Accuracy by self-certainty", "Documents", "By context")
+    ]
+    hardest = summary["by_document"]["highest"][0]
+    cells = f"{format_perplexity(hardest['perplexity'])} {hardest['scored_tokens']:,} {hardest['bits_per_byte']:.3f}"
+    row = "</td><td>".join([*cells.split(), f"{hardest['accuracy']:.1%}"])
+    assert f"{hardest['name']}</th><td>{row}</td>" in shown
 
 
 @pytest.mark.parametrize(("ratio", "said"), [(3.2e-7, "3.2e-07"), (0.99996, "0.99996"), (1.0000314, "1.00003")])
