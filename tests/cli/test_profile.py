@@ -90,12 +90,13 @@ def test_a_saving_that_a_model_refuses_leaves_the_others(model, tmp_path, capsys
 
 def test_json(model, capsys):
     arguments = ["--model", model, "--context-length", "256", "--gradient-checkpointing"]
-    arguments += ["--savings", "lora", "--savings", "half-context"]
+    arguments += ["--savings", "lora", "--savings", "half-context", "--memory-budget", "2MiB"]
     assert main(["profile", *arguments, "--real", "cpu", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"schema", "kind", "step", "parameters", "runs", "savings", "refused_savings", "real"}
     assert (found["schema"], found["kind"]) == (1, "profile")
     assert found["step"]["gradient_checkpointing"] is True
+    assert found["step"]["memory_budget"] == 2 << 20
     assert list(found["runs"]) == ["dense", "logitless"]
     for one in found["runs"].values():
         assert set(one) == {"stages", "peak", "host_peak_bytes", "timeline", "lint"}

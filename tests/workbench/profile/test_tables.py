@@ -1,14 +1,18 @@
 """A profile's tables on consoles of several widths."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from logitless.workbench.profile.lint import Finding, Site
+from logitless.workbench.profile.measure import Measured
 from logitless.workbench.profile.recording import FEW, POINTS, Recording
 from logitless.workbench.profile.recording_tables import show
+from logitless.workbench.profile.step import Step
 from logitless.workbench.profile.storages import Allocation
+from logitless.workbench.profile.tables import headline, show_measured
 
 GIB = 1 << 30
 MODULES = ("model.layers.35.self_attn.q_norm", "model.layers.35.mlp.down_proj.lora_B.default", "")
@@ -76,3 +80,44 @@ def test_a_timeline_keeps_the_steps_of_short_stages():
     assert all(nbytes == 6 for _, nbytes in timeline[1:-7])  # the highest of each stretch
     short = Recording([], forward[:POINTS], [("backward", 500)]).as_json()["timeline"]
     assert short == [list(point) for point in enumerate(forward[:POINTS])]
+
+
+def measured(device: str) -> Measured:
+    """In GiB: 4 predicted where 5 were allocated, then 2 where 1 was; beside them what the machine said."""
+    marks = [("parameters", 1), ("loss", 3)]
+    predicted, allocated = (Recording([], [GIB * n for n in curve], marks) for curve in ([0, 4, 3, 2], [0, 5, 6, 1]))
+    readings = [(7 * GIB, 8 * GIB), (9 * GIB, 10 * GIB)]
+    return Measured(device, predicted, allocated, readings, reserved=11 * GIB, context=12 * GIB)
+
+
+def test_what_was_predicted_and_what_was_measured_for_machines():
+    found = measured("cpu").as_json()
+    stages = [[n // GIB for name, n in stage.items() if name != "name"] for stage in found["stages"]]
+    assert list(found["stages"][0])[1:] == [
+        f"{kind}_{what}" for kind in ("predicted", "allocated", "measured") for what in ("bytes", "peak_bytes")
+    ]
+    assert stages == [[4, 4, 5, 5, 7, 8], [2, 4, 1, 6, 9, 10]]
+    peaks = [found[f"{kind}_bytes"] // GIB for kind in ("predicted_peak", "allocated_peak", "measured_peak")]
+    assert [*peaks, found["reserved_bytes"] // GIB, found["context_bytes"] // GIB] == [4, 6, 10, 11, 12]
+
+
+@pytest.mark.parametrize(("device", "machine"), [("cpu", "resident set"), ("cuda", "allocator")])
+def test_what_was_predicted_and_what_was_measured_for_people(device, machine):
+    written = io.StringIO()
+    show_measured(measured(device), Console(file=written, width=120, color_system=None))
+    said = written.getvalue()
+    rows = [line.replace(" GiB", "").replace(" %", "").split() for line in said.splitlines()]
+    assert ["parameters", "4.00", "5.00", "-20.00", "8.00"] in rows
+    assert ["loss", "4.00", "6.00", "-33.33", "10.00"] in rows
+    assert machine in said
+    margin = "margin: 11.00 GiB reserved beyond that, 12.00 GiB of context and libraries"
+    assert (margin in said) == (device == "cuda")
+
+
+def test_a_headline_says_what_differs_from_a_plain_step():
+    step = Step("4b", 8192, batch_size=2, attention="sdpa", optimizer="sgd", dtype="float32")
+    plain = "4b (5 parameters) · 2 × 8,192 tokens · float32 · attention sdpa · optimizer sgd"
+    assert headline(step, 5) == plain
+    changes = {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 2, "lora_rank": 1}
+    more = " · gradient checkpointing · offloaded · MLP in 2 tiles · LoRA rank 1"
+    assert headline(replace(step, **changes), 5) == plain + more
