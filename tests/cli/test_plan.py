@@ -320,6 +320,14 @@ def test_units(capsys):
     assert (format_bytes(5), format_bytes(-3 * GIB), format_bytes(10**6, "GB")) == ("5 B", "-3.00 GiB", "1 MB")
 
 
+def test_files_are_in_the_units_that_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.plan.plots.draw", lambda _, __, path, units: path.write_text(units))
+    files = [f"--{kind}={tmp_path / 'p'}.{kind}" for kind in ("png", "html")]
+    assert main([*RUN, "--units", "GB", *files]) == 0
+    assert (tmp_path / "p.png").read_text() == "GB"
+    assert 'const units = "GB";' in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
 def test_no_torch():
     code = (
         "import sys\nfrom logitless.cli.main import main\n"

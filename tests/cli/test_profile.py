@@ -126,6 +126,24 @@ def test_files(model, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_loss_that_is_asked_for_is_what_is_looked_into(model, tmp_path, capsys):
+    given = ["--context-length", "512", "--loss", "dense", "--savings", "logitless-loss"]
+    assert main(["profile", "--model", model, *given, "--json", str(tmp_path / "p.json")]) == 0
+    assert "largest tensors at the peak, dense" in capsys.readouterr().out
+    found = json.loads((tmp_path / "p.json").read_text())
+    dense, ours = (found["runs"][loss]["peak"]["bytes"] for loss in ("dense", "logitless"))
+    assert [saving["saved_bytes"] for saving in found["savings"]] == [dense - ours]
+    assert dense > ours
+
+
+def test_files_are_in_the_units_that_are_asked_for(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.profile.timeline.draw", lambda _, path, __, units: path.write_text(units))
+    given = ["--png", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html"), "--units", "GB"]
+    assert main(["profile", "--model", model, "--context-length", "64", "--optimizer", "none", *given]) == 0
+    assert (tmp_path / "p.png").read_text() == "GB"
+    assert 'const units = "GB";' in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
 def test_parameters_are_those_of_the_traced_model(model, tmp_path):
     given = ["--context-length", "64", "--attention", "nsa", "--dtype", "float32", "--json", str(tmp_path / "p.json")]
     assert main(["profile", "--model", model, *given]) == 0
