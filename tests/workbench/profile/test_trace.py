@@ -16,6 +16,7 @@ from transformers import (
 import logitless as ll
 from logitless.errors import ConfigError, OptionError
 from logitless.memory import trace
+from logitless.workbench.profile.labels import short
 from logitless.workbench.profile.recording import CATEGORIES, FEW, POINTS
 from logitless.workbench.profile.storages import BLOCK, Tracker, tensors_of
 from logitless.workbench.profile.trace import landmarks
@@ -96,6 +97,15 @@ def test_a_peak_against_an_independent_count():
         work()
     before = sum(p.nbytes for p in model.parameters()) + ids.nbytes
     assert abs(t.peak.nbytes - before - expected) <= 4 * BLOCK  # scalars are counted as a block
+
+
+@pytest.mark.parametrize("around", ["", "base_model.model.", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("outside", ["", "_orig_mod.module."])
+def test_names_are_without_what_is_around_the_model(outside, around):
+    """A DDP of a compiled model, or a compiled DDP, as of PEFT's."""
+    assert short(f"{outside}{around}model.layers.0") == "model.layers.0"
+    assert short(f"{outside}{around}".removesuffix(".")) == ""
+    assert short("base_model") == ""
 
 
 def test_what_is_counted_by_hand():

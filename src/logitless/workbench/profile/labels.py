@@ -93,6 +93,6 @@ def in_backward() -> bool:
 
 def short(name: str) -> str:
     """A module's name without the wrappers around the model."""
-    for wrapper in WRAPPERS:
+    while wrapper := next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), ""):
         name = name.removeprefix(wrapper)
     return "" if f"{name}." in WRAPPERS or name == "base_model" else name
