@@ -170,6 +170,8 @@ def test_a_gpu_makes_no_scores_and_no_mask(model_file):
     square = [a for a in recording.allocations if a.shape[-2:] == (4096, 4096)]
     assert not square
     assert any(a.shape == (1, 4, 4096) and a.dtype == "float32" for a in recording.allocations)  # its log-sum-exp
+    summed = [a for a in recording.allocations if a.shape == (1, 4, 4096, 16) and a.op == "empty_like"]
+    assert "float32" in {a.dtype for a in summed}  # dq over blocks of keys
     eager = traced(replace(step, attention="eager"))
     assert any(a.shape == (1, 4, 4096, 4096) for a in eager.allocations)
     assert eager.peak.nbytes > 4 * recording.peak.nbytes

@@ -71,6 +71,15 @@ def test_tensors_alike_of_several_layers_are_one_line():
     assert " norm " in table
 
 
+def test_a_stage_of_several_steps_has_its_last_end_and_its_highest_peak():
+    marks = [("parameters", 0), ("loss", 1), ("backward", 2), ("loss", 4)]
+    found = Recording([], [n * GIB for n in (1, 5, 2, 2, 3)], marks)
+    written = io.StringIO()
+    show({"dense": found}, "dense", Console(file=written, width=120, color_system=None))
+    rows = [line.replace(" GiB", "").split() for line in written.getvalue().splitlines()]
+    assert [row[1:] for row in rows if row[:1] in (["loss"], ["backward"])] == [["3.00", "5.00"], ["2.00", "5.00"]]
+
+
 def test_a_timeline_keeps_the_steps_of_short_stages():
     forward, loss = [event % 7 for event in range(20_000)], [85, 159, 233, 159, 12]
     ends = [("parameters", 0), ("after full forward", 20_000), ("loss", 20_005)]

@@ -1,6 +1,7 @@
 """`trace` on models of one's own: storages counted once, stages, labels, real and fake alike."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +144,7 @@ def test_memory_is_labelled_by_module_forward_and_backward(checkpointing):
         assert (f"layers.{i}.down", "activation gradients") in modules
     assert {a.category for a in found} <= set(CATEGORIES)
     assert any(a.category == "gradients" and a.module == "layers.1.up.weight" for a in found)
+    assert {a.module for a in found if a.category.startswith("optimizer")} == {"optimizer"}
     again = [a for a in wide if a.module == "layers.0.up" and a.category == "activations"]
     assert len(again) == (2 if checkpointing else 1)  # computed twice
 
@@ -249,6 +251,27 @@ def test_a_gradient_inside_the_loss_is_no_stage():
         (inner,) = torch.autograd.grad(x.square().sum(), x, retain_graph=True)
         (x * inner.detach()).sum().backward()
     assert [s.name for s in t.recording.stages] == STAGES[:6]
+
+
+def test_a_meter_is_read_at_the_end_of_each_stage():
+    """Of a gradient inside the loss, too, which is none."""
+    numbers = iter(range(100))
+    model = Model()
+    with trace(model, meter=SimpleNamespace(read=lambda: (next(numbers), 0))) as t:
+        x = model(torch.zeros(TOKENS, dtype=torch.long))
+        torch.autograd.grad(x.square().sum(), x, retain_graph=True)
+        x.sum().backward()
+    assert [now for now, _ in t.readings] == [0, 1, 2, 3, 5, 6]  # not where that one began
+    assert len(t.readings) == len(t.recording.stages)
+
+
+def test_what_comes_after_the_last_stage_is_one_of_its_own():
+    model = meta()
+    with trace(model) as t:
+        one_step(model, t.device)
+        late = torch.zeros(17, 3, device=t.device)
+    assert [s.name for s in t.recording.stages] == [*STAGES, "end"]
+    assert late.shape in [a.shape for a in t.recording.alive(t.recording.stages[-1].end)]
 
 
 def test_the_streamed_token_loss_on_a_meta_model():
@@ -442,6 +465,27 @@ def test_the_tracker_forgets_what_is_freed_and_rounds_up():
         assert inside == BLOCK
         assert tracker.live == 0
     assert max(tracker.curve) == BLOCK + 4096
+
+
+def test_what_lies_elsewhere_is_counted_apart():
+    """The most of it at once."""
+    with Tracker(lambda: ("", "activations"), device="meta") as tracker:
+        for _ in range(3):
+            away, here = torch.zeros(1000), torch.zeros(1000, device="meta")
+            del away, here
+    assert (tracker.elsewhere, tracker.most_elsewhere) == (0, 4096)
+    assert (tracker.live, max(tracker.curve)) == (0, 4096)
+
+
+@pytest.mark.parametrize("category", ["activations", "activation gradients", "loss workspace", "inputs"])
+def test_logits_are_as_wide_as_the_vocabulary(category):
+    """Of which the head's gradient, either way round, and an adapter's rows are none."""
+    shapes = (3, 128), (2, 3, 128), (128, 64), (64, 128), (128, 3), (128,)
+    with Tracker(lambda: ("", category), head=(128, 64)) as tracker:
+        found = [tracker.category(x) for x in [torch.zeros(shape) for shape in shapes]]
+    logits = category if category == "inputs" else "logits"
+    gradient = "gradients" if category == "activation gradients" else category
+    assert found == [logits, logits, gradient, gradient, category, category]
 
 
 def test_tensors_are_found_in_any_nesting():
