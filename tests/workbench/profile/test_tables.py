@@ -71,6 +71,22 @@ def test_tensors_alike_of_several_layers_are_one_line():
     assert " norm " in table
 
 
+@pytest.mark.parametrize(("host", "shown"), [(3 << 30, True), (1 << 19, False)])
+def test_what_lies_on_the_host_is_told_where_it_is_more_than_scalars(host, shown):
+    written = io.StringIO()
+    found = Recording([], [0, GIB], [("loss", 1)], host=host)
+    show({"dense": found}, "dense", Console(file=written, width=120, color_system=None))
+    assert ("dense keeps 3.00 GiB on the host" in written.getvalue()) == shown
+    assert ("on the host" in written.getvalue()) == shown
+
+
+def test_a_scalar_on_top_of_a_large_tensor_sets_no_peak():
+    sizes = {"cat": 2 * GIB, "sum": 512}
+    made = [Allocation(n, (n,), "uint8", op, "", "activations", i + 1) for i, (op, n) in enumerate(sizes.items())]
+    peak = Recording(made, [0, 2 * GIB, 2 * GIB + 512, 0], [("loss", 3)]).peak
+    assert (peak.op, peak.event, peak.nbytes) == ("cat", 2, 2 * GIB + 512)
+
+
 def test_a_stage_of_several_steps_has_its_last_end_and_its_highest_peak():
     marks = [("parameters", 0), ("loss", 1), ("backward", 2), ("loss", 4)]
     found = Recording([], [n * GIB for n in (1, 5, 2, 2, 3)], marks)
@@ -87,6 +103,8 @@ def test_a_timeline_keeps_the_steps_of_short_stages():
     assert timeline[-7:] == [[20_001 + i, nbytes] for i, nbytes in enumerate([*loss, 5, 4])]
     assert len(timeline) <= POINTS + 4 * FEW
     assert all(nbytes == 6 for _, nbytes in timeline[1:-7])  # the highest of each stretch
+    two = Recording([], forward, [("after full forward", 9_999), ("loss", 19_999)]).as_json()["timeline"]
+    assert len(two) <= POINTS + 3 * FEW
     short = Recording([], forward[:POINTS], [("backward", 500)]).as_json()["timeline"]
     assert short == [list(point) for point in enumerate(forward[:POINTS])]
 
