@@ -82,7 +82,6 @@ class Spectrum:
             return self.most
         count, total = self.count.sum(0), self.total.sum(0)
         key = int(np.searchsorted(np.cumsum(count), share * count.sum()))
-        key = min(key, int(np.flatnonzero(count)[-1]))
         return float(total[key] / count[key])
 
     def groups(self, most: int) -> list[dict[str, Any]]:
