@@ -13,6 +13,8 @@ from logitless.cli.main import main
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.demo.config import DemoConfig
 from logitless.workbench.demo.run import HELD_OUT_EVERY, QUESTIONS, questions, run
+from logitless.workbench.sources.chat import example
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import micro_directory, micro_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'][0] }}\n{{ m['content'] }}</s>{% endfor %}"
@@ -53,12 +55,25 @@ def test_it_learns_and_says_so_on_its_page(done):
     assert not re.search(r'(src|href)="http', text)
     shown = [summary[when][kind][i] for when in ("before", "after") for kind in ("answers", "read") for i in (0, 1)]
     assert text.count('<span class="t p') == sum(len(each["tokens"]) for each in shown)
+    answers = [each for when in ("before", "after") for each in summary[when]["answers"]]
+    assert text.count(">cut off after ") == sum(not each["tokens"][-1]["special"] for each in answers) > 0
 
 
-def test_the_perplexity_is_the_runs_own_held_out_loss(done):
+def test_answers_are_drawn_at_the_temperature_that_is_told(done):
+    """Which divides p^(1/T) by its sum: the mean of p^(1/T - 1), between what the entropy and the best entry allow."""
+    _, summary = done
+    power = 1 / summary["temperature"] - 1
+    for token in (x for when in ("before", "after") for each in summary[when]["answers"] for x in each["tokens"]):
+        log_sum = token["logprob"] * (power + 1) - token["behaviour_logprob"]
+        assert -power * token["entropy"] - 1e-4 < log_sum < power * token["top_logprobs"][0]["logprob"] + 1e-4
+
+
+def test_the_perplexity_is_the_runs_own_held_out_loss(done, model):
     """Of the answers' tokens alone, in other batches: where none is cut off, the two are one number."""
     _, summary = done
     nats = [-token["logprob"] for text in summary["before"]["read"] for token in text["tokens"]]
+    said = [example(row, pretrained(str(model)), "held out").said for row in questions()[1]]
+    assert summary["before"]["tokens"] == summary["after"]["tokens"] == len(nats) == sum(x.sum() for x in said)
     assert math.log(summary["before"]["perplexity"]) == pytest.approx(sum(nats) / len(nats))
     assert math.log(summary["before"]["perplexity"]) == pytest.approx(
         summary["training"]["held_out_loss_before"], rel=0.02
