@@ -15,8 +15,10 @@ from logitless.models.catalog import shape_of
 from logitless.units import format_bytes
 from logitless.workbench.plan.algorithms import PHASES
 from logitless.workbench.plan.commands import planned
+from logitless.workbench.plan.components import Component
 from logitless.workbench.plan.plan import both
 from logitless.workbench.plan.plots import CATEGORIES, category, draw
+from logitless.workbench.plan.report import lives
 from logitless.workbench.plan.setting import CHOICES, GIB, Setting
 from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
@@ -158,6 +160,18 @@ def test_the_default_shows_the_difference(capsys):
     assert "component " not in out
     assert "--components lists" in out
     assert "--fit searches" in out
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        (PHASES, "always"),
+        (PHASES[2:5], "forward … loss backward"),
+        ((PHASES[0], *PHASES[3:5], PHASES[8]), "rollout, loss … loss backward, optimizer"),
+    ],
+)
+def test_phases_in_a_row_are_a_range(phases, said):
+    assert lives(Component("", "", 1, tuple(phases), 1), PHASES) == said
 
 
 def test_a_table_has_one_unit(capsys):

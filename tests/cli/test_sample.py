@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from logitless.cli.main import main
+from logitless.integrations.transformers.generation import generate
 from logitless.models.positions import scale
 from tests.support.sample.dense import vllm_kept
 from tests.support.workbench.micro import micro_directory, micro_model
@@ -148,6 +149,18 @@ def test_seeds_and_batches(model, capsys):
     assert texts("--temperature", 0, "--repetition-penalty", 1.8) != texts("--temperature", 0)
 
 
+def test_the_memory_budget_is_the_passes(model, monkeypatch):
+    given = []
+
+    def noted(*args, **options):
+        given.append(options["memory_budget"])
+        return generate(*args, **options)
+
+    monkeypatch.setattr("logitless.workbench.sampling.run.generate", noted)
+    assert sample(model, "--prompt", "abc", "--memory-budget", "3MiB") == 0
+    assert given == [3 << 20]
+
+
 def test_prompts_from_files_and_standard_input(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_bytes("\ufeff ä\nb \n\n".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\r\n")))
@@ -273,6 +286,13 @@ def test_on_a_terminal_several_come_at_the_end(model, monkeypatch):
     assert "".join(written).count("perplexity") == 2
     assert re.sub(r"\x1b\[[\d;]*m", "", written[0]).startswith("def f")
     assert "perplexity" in written[0]
+
+
+def test_on_a_terminal_json_stands_alone(model, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        written = on_a_terminal(patch)
+        assert sample(model, "--prompt", "def f", "--json", "-") == 0
+    assert json.loads("".join(written))["sequences"][0]["prompt"] == "def f"
 
 
 def test_a_chat_template(model, tmp_path, capsys):

@@ -55,6 +55,12 @@ def test_it_learns_and_says_so_on_its_page(done):
     assert not re.search(r'(src|href)="http', text)
     shown = [summary[when][kind][i] for when in ("before", "after") for kind in ("answers", "read") for i in (0, 1)]
     assert text.count('<span class="t p') == sum(len(each["tokens"]) for each in shown)
+    places = [(int(number), int(t)) for number, t in re.findall(r'data-s="(\d+)" data-t="(\d+)"', text)]
+    assert places == sorted(places)  # of the facts behind each token
+    assert {number for number, _ in places} == set(range(8))
+    memory = summary["training"]["step_memory"]
+    times = memory["dense"]["peak_bytes"] / memory["logitless"]["peak_bytes"]
+    assert f"{times:.1f} × as much" in text
     answers = [each for when in ("before", "after") for each in summary[when]["answers"]]
     assert text.count(">cut off after ") == sum(not each["tokens"][-1]["special"] for each in answers) > 0
 
