@@ -20,6 +20,8 @@ from logitless.integrations.transformers import continuations
 from logitless.workbench.evaluation.answers import _of_choices
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
+from logitless.workbench.evaluation.tasks import _manifest
+from logitless.workbench.sources.model import load_tokenizer, resolve_trained
 from tests.support.forked import begin
 from tests.support.integrations.launching import torchrun
 from tests.support.workbench.browser import CHROMIUM, CONTRAST, chromium
@@ -55,6 +57,18 @@ def test_a_table_for_people_and_json_for_machines(micro, tmp_path, capsys):
     assert sorted(p.name for p in out.iterdir()) == FILES
     with pytest.raises(OptionError, match="exist already: remove them"):
         run(options(micro, out))
+
+
+def test_names_with_commas_between(micro, tmp_path, monkeypatch):
+    """Each is a task by itself: in the folder's name, in the title, and in what a run that goes on must have."""
+    monkeypatch.chdir(tmp_path)
+    config = EvalConfig(model=str(micro), tasks=(f"{CHOICE},{TEXT}",), limit=2, device="cpu").check()
+    assert config.folder == Path("docstrings_choice-docstrings_text.eval")
+    run(config)
+    assert "evaluated on docstrings_choice, docstrings_text<" in (config.folder / "page.html").read_text()
+    source = resolve_trained(str(micro), "evaluate")
+    manifest = _manifest(config, source, load_tokenizer(source))
+    assert {f"the content of {name}" for name in (CHOICE, TEXT)} < manifest.keys()
 
 
 @pytest.fixture(scope="module")

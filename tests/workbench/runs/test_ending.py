@@ -3,6 +3,9 @@
 import os
 import pty
 import signal
+import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 
 import pytest
 from rich.console import Console
@@ -86,3 +89,27 @@ def test_a_terminal_that_closes_outside_the_steps():
     process = begin(outside_the_steps)
     process.join(60)
     assert process.exitcode == 130
+
+
+def waits(begun: Event) -> None:
+    begun.set()
+    time.sleep(60)
+
+
+def ends_a_worker() -> None:
+    forking = get_context("fork")
+    with interrupted_by_signals():
+        begun = forking.Event()
+        worker = forking.Process(target=waits, args=(begun,))
+        worker.start()
+        begun.wait()
+        worker.terminate()
+        worker.join()
+    assert worker.exitcode == -signal.SIGTERM
+
+
+def test_a_forked_worker_ends_without_a_traceback():
+    """As a pool of multiprocessing ends its own, such as lm-eval's."""
+    process = begin(ends_a_worker)
+    process.join(60)
+    assert process.exitcode == 0

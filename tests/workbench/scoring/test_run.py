@@ -27,8 +27,8 @@ from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring import run as scoring
 from logitless.workbench.scoring.run import run
+from logitless.workbench.scoring.summary import measured_rows, show_rows
 from logitless.workbench.scoring.summary import rows_of as summary_rows
-from logitless.workbench.scoring.summary import show_rows
 from logitless.workbench.sources.model import load_tokenizer
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.killing import killed, locked_by_another
@@ -592,3 +592,12 @@ def test_by_default_the_context_is_as_long_as_stretched_positions_reach(tmp_path
     model.save_pretrained(tmp_path / "model")
     run(config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 8), tmp_path / "a.parquet"))
     assert max(row["context"] for rows in rows_of(tmp_path / "a.parquet").values() for row in rows) == 128
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"), [("tokens", "1,235 tokens/s, 2 s"), ("requests", "0.53 requests/s, 2 s")], ids=["fast", "slow"]
+)
+def test_the_speed_that_is_shown(speed, said):
+    """A slow run's is not 0."""
+    measured = {"tokens_per_second": 1234.6} if speed == "tokens" else {"requests_per_second": 0.533}
+    assert measured_rows({**measured, "seconds": 2.0, "peak_memory_bytes": 1})[0] == ("speed", said)

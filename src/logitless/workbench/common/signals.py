@@ -22,19 +22,23 @@ STOPPING = (signal.SIGINT, *ENDING)  # Ctrl-C too
 def interrupted_by_signals() -> Iterator[None]:
     """SIGTERM and a closed terminal interrupt as Ctrl-C does, where nothing else is made of them; ranks have `lost`."""
     previous: dict[int, Any] = {}
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a worker that this process forked: ended as if it had no handler
+            signal.signal(number, signal.SIG_DFL)
+            return signal.raise_signal(number)
+        leave_closed_terminal()
+        raise KeyboardInterrupt
+
     if launched_ranks() == 1 and current_thread() is main_thread():
         kept = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-        previous = {number: signal.signal(number, _interrupt) for number in kept}
+        previous = {number: signal.signal(number, interrupt) for number in kept}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    leave_closed_terminal()
-    raise KeyboardInterrupt
 
 
 def leave_closed_terminal() -> None:

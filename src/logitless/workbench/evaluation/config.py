@@ -76,9 +76,14 @@ class EvalConfig(TextOptions):
         require(limit is None or 1 <= limit < MOST, "limit", "at least 1, less than 2^31", limit)
 
     @property
+    def task_names(self) -> tuple[str, ...]:
+        """Each of --tasks by itself; a comma of a file's own name stays."""
+        return tuple(n for given in self.tasks for n in ([given] if Path(given).is_file() else given.split(",")))
+
+    @property
     def folder(self) -> Path:
         if self.tasks and self.out is None:
-            names = (Path(task).name.removesuffix(".yaml") for task in self.tasks)
+            names = (Path(task).name.removesuffix(".yaml") for task in self.task_names)
             return Path("-".join(names)[:MOST_OF_NAME] + ".eval")
         return self.out or named_after(self.data, "eval")
 
@@ -92,6 +97,6 @@ class EvalConfig(TextOptions):
     def deciding(self) -> dict[str, Any]:
         decided = super().deciding()
         if self.tasks:
-            own = {"tasks": list(self.tasks), "num_fewshot": self.num_fewshot, "limit": self.limit}
+            own = {"tasks": list(self.task_names), "num_fewshot": self.num_fewshot, "limit": self.limit}
             return {name: decided[name] for name in ("model", "context_length", "dtype")} | own
         return {**decided, "against": self.against, "top_k": list(self.top_k)}

@@ -50,7 +50,7 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     """
     console = console or Console(stderr=True)
     quiet()
-    tasks = _load(config.tasks)
+    tasks = _load(config.task_names)
     with folders_for(config.written()):
         return _run_tasks(config, tasks, console)
 
@@ -79,7 +79,7 @@ def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[s
             "out": str(config.folder),
             "requests_answered_now": answered,
             "seconds": round(seconds, 3),
-            "requests_per_second": round(answered / seconds, 1),
+            "requests_per_second": round(answered / seconds, 3),
             "peak_memory_bytes": peak_bytes(device),
             "ranks": ranks,
             "device": str(device),
@@ -99,7 +99,6 @@ def _load(names: Sequence[str]) -> list[Any]:
         missing = "lm-eval" if (error.name or "").startswith("lm_eval") else error.name
         raise ConfigError(f"--tasks needs {missing}, which is not installed: pip install lm-eval") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    names = [name for given in names for name in ([given] if Path(given).is_file() else given.split(","))]
     manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
     known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
     out: list[Any] = []
@@ -131,7 +130,7 @@ def _check_shares(config: EvalConfig, tasks: list[Any], ranks: int) -> None:
 
 def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
-    files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
+    files = {f"the content of {name}": hash_of(Path(name)) for name in config.task_names if Path(name).is_file()}
     return {"schema": SCHEMA, **config.deciding(), **identities(tokenizer, {"model": source}), **files}
 
 

@@ -184,9 +184,10 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def measured_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How fast it was, and in how much memory."""
-    what = "token" if "tokens_per_second" in summary else "request"
+    what = "tokens" if "tokens_per_second" in summary else "requests"
+    speed = summary[f"{what}_per_second"]
     return [
-        ("speed", f"{plural(round(summary[f'{what}s_per_second']), what)}/s, {summary['seconds']:.0f} s"),
+        ("speed", f"{speed:{',.0f' if speed >= 10 else '.2g'}} {what}/s, {summary['seconds']:.0f} s"),
         ("peak memory", format_bytes(summary["peak_memory_bytes"])),
     ]
 
