@@ -3,7 +3,7 @@
 import pytest
 
 from logitless.errors import OptionError
-from logitless.units import format_bytes, one_unit, parse_bytes, plural
+from logitless.units import format_bytes, format_parameters, one_unit, parse_bytes, plural
 
 GIB = 1 << 30
 
@@ -83,3 +83,8 @@ def test_counts_in_words():
         "1 forward pass",
         "2 forward passes",
     ]
+
+
+def test_a_tiny_model_has_parameters():
+    found = [format_parameters(count) for count in (1, 18_560, 999_999, 1_000_000, 134_515_008)]
+    assert found == ["1 parameter", "18,560 parameters", "999,999 parameters", "1.0 M parameters", "134.5 M parameters"]

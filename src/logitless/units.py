@@ -44,6 +44,11 @@ def plural(count: int, what: str) -> str:
     return f"{count:,} {what}{ending}"
 
 
+def format_parameters(count: int) -> str:
+    """ "134.5 M parameters", of less than a million all digits."""
+    return f"{count / 1e6:.1f} M parameters" if count >= 1e6 else plural(count, "parameter")
+
+
 def perplexity(nats_per_token: float) -> float:
     """Its exponential, cut off where a double still holds it."""
     return math.exp(min(nats_per_token, 700.0))

@@ -117,7 +117,7 @@ def test_names_with_line_breaks_stay_on_their_lines(micro, tmp_path, monkeypatch
     given = ["--data", str(micro.data), "--context-length", "32", "--max-steps", "1", "--device", "cpu"]
     assert main(["train", "--model", "[bold]two\nlines/config.json", *given]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("[bold]two\\nlines/config.json: 0.0 M parameters, 1 step") for line in lines)
+    assert any(line.startswith("[bold]two\\nlines/config.json: 23,872 parameters, 1 step") for line in lines)
     assert lines[-1].startswith("in runs/[bold]two\\nlines: ")
 
 

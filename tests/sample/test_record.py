@@ -195,6 +195,7 @@ def test_a_small_tail_has_its_digits_and_rounding_leaves_none_below_0():
     logits, logsumexp = torch.tensor([[0.0, -99.0], [1.0, 0.0]]), torch.tensor([1e-9, 1.31326])  # exactly 1.3132617
     found = replace(record, topk_logits=logits, logsumexp=logsumexp).tail_mass
     torch.testing.assert_close(found, torch.tensor([1e-9, 0.0]), rtol=1e-6, atol=0.0)
+    assert not found.signbit().any()  # -0.0 in JSON
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Derived:
             return xp.ones_like(self.logsumexp)
         # by the log of their share: 1 - p loses the digits of a small tail
         share = best[..., 0] + xp.log1p(xp.exp(best[..., 1:] - best[..., :1]).sum(-1))
-        return -xp.expm1(xp.clip(share, None, 0))
+        return abs(xp.expm1(xp.clip(share, None, 0)))  # not -, of whose 0 JSON makes -0.0
 
     @property
     def perplexity(self) -> Array:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...printable import on_one_line
-from ...units import one_unit, plural
+from ...units import format_parameters, one_unit, plural
 from ..common.plots import DENSE, GREY, LOGITLESS, finish
 from ..runs import examples
 from .config import METHODS
@@ -99,7 +99,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
         table.add_row(*row)
     console.print()
     steps = plural(summary["steps"], "step")
-    title = f"{method} on {on_one_line(summary['model'])}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
+    title = f"{method} on {on_one_line(summary['model'])}: {format_parameters(summary['parameters'])}, {steps}"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
     examples.show(Path(summary["output_dir"]), console)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ...printable import on_one_line
-from ...units import format_perplexity, one_unit, perplexity, plural
+from ...units import format_parameters, format_perplexity, one_unit, perplexity, plural
 from ..common.tables import facts
 
 SCHEMA = 1
@@ -39,7 +39,7 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
         name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
     ]
     console.print()
-    size, steps = f"{summary['parameters'] / 1e6:.1f} M parameters", plural(summary["steps"], "step")
+    size, steps = format_parameters(summary["parameters"]), plural(summary["steps"], "step")
     title = f"{on_one_line(summary['model'])}: {size}, {steps}"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(facts(_rows(summary)), highlight=False)
