@@ -185,6 +185,21 @@ def test_where_no_run_is_the_hint_is_of_one_that_has_begun():
     release(place)
 
 
+def test_a_relative_model_is_looked_for_where_the_run_began(tmp_path, monkeypatch):
+    """From elsewhere its name would be taken for a hub id, and the hub asked for it."""
+    Path("models/m").mkdir(parents=True)
+    config = TrainConfig(model="models/m", output_dir=Path("run"))
+    place = claim(config, "any")
+    record(config, place)
+    release(place)
+    assert stored(place, TrainConfig()).model == "models/m"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    said = f"--resume ../run: its --model models/m is in {tmp_path}, where the run began: go on from there"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        stored(Path("../run"), TrainConfig())
+
+
 def test_a_refused_run_takes_away_what_it_made_alone():
     Path("own").mkdir()
     Path("file").write_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -52,11 +53,20 @@ def stored(run: Path, default: Options) -> Options:
     try:
         if schema != SCHEMA:
             raise OptionError(f"{RUN_FILE} has schema {schema}, expected {SCHEMA}")
-        return from_dict(read_sealed(path, BEGIN_ANOTHER)["config"], RUN_FILE, default)
+        begun = read_sealed(path, BEGIN_ANOTHER)
+        _check_directory(run, begun)
+        return from_dict(begun["config"], RUN_FILE, default)
     except OptionError as error:
         raise ConfigError(
             f"--resume {run}: expected a run of this command and version; go on with those that started it ({error})"
         ) from None
+
+
+def _check_directory(run: Path, begun: dict[str, Any]) -> None:
+    """ConfigError for a model's folder that was given relative to another directory: here it would be a hub id."""
+    model, there = begun["config"].get("model"), begun.get("directory")
+    if isinstance(model, str) and isinstance(there, str) and not Path(model).exists() and Path(there, model).exists():
+        raise ConfigError(f"--resume {run}: its --model {model} is in {there}, where the run began: go on from there")
 
 
 def claim(config: RunOptions, name: str) -> Path:
@@ -123,7 +133,7 @@ def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str,
                 "and the model that it was made of, put back the file, or begin another run"
             )
     own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps}
-    own |= {"files": files, "inputs": dict(inputs)}
+    own |= {"files": files, "inputs": dict(inputs), "directory": os.getcwd()}
     write_sealed(place / RUN_FILE, {**own, **begun, "config": config.to_dict()})
 
 
