@@ -161,6 +161,13 @@ def test_the_memory_budget_is_the_passes(model, monkeypatch):
     assert given == [3 << 20]
 
 
+def test_a_prompt_file_that_cannot_be_read_is_said_by_its_option(model, tmp_path, capsys):
+    for path, why in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert sample(model, "--prompt-file", path) == 2
+        said = f"logitless: --prompt-file {path}: expected a file of text to read ({why})\n"
+        assert capsys.readouterr().err == said
+
+
 def test_prompts_from_files_and_standard_input(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_bytes("\ufeff ä\nb \n\n".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\r\n")))

@@ -70,8 +70,11 @@ def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
 def _read(path: Path, name: str) -> str:
     """A file's text without the line break at its end."""
     stdin = str(path) == "-"
-    with nullcontext(sys.stdin.buffer) if stdin else path.open("rb") as file:
-        data = file.read(MOST_OF_PROMPT + 1)
+    try:
+        with nullcontext(sys.stdin.buffer) if stdin else path.open("rb") as file:
+            data = file.read(MOST_OF_PROMPT + 1)
+    except OSError as error:
+        raise DataError(f"{name}: expected a file of text to read ({error.strerror})") from None
     if len(data) > MOST_OF_PROMPT:
         raise DataError(f"{name}: expected at most {MOST_OF_PROMPT // 10**6} MB of text, got more, or what never ends")
     try:
