@@ -1,5 +1,8 @@
 """The compiled backend: eager's formulas to the last digits, compiled once for all sizes, plain where it cannot be."""
 
+import os
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -315,3 +318,22 @@ def test_nothing_is_compiled_while_torch_traces(monkeypatch):
     assert validate.compilable_logits(hidden, head) == 36
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert validate.compilable_logits(hidden, head) == 0
+
+
+def test_what_torch_keeps_for_wider_vectors_is_not_used_for_others(tmp_path):
+    """Its own key of a compiled function does not have what `ATEN_CPU_CAPABILITY` makes of the processor."""
+    program = """
+import torch
+from logitless.vocab.backends.compiled import kernels
+x = torch.linspace(-3, 3, 24 * 97).sin().view(24, 97).t()
+sums = kernels.run("sums", lambda tensors: {"sum": torch.exp(tensors["x"] - tensors["x"].amax(0)).sum(0)}, {"x": x})
+print(*sums["sum"].tolist())
+"""
+    found = []
+    for capability in ("avx512", "avx2"):
+        own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=own)
+        found.append([float(x) for x in ran.stdout.split()])
+    x = torch.linspace(-3, 3, 24 * 97).sin().double().view(24, 97).t()
+    right = torch.exp(x - x.amax(0)).sum(0)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), right.expand(2, -1), rtol=1e-5, atol=0)

@@ -74,7 +74,7 @@ def test_every_size_is_the_oracle(n, h, v, threads, pairs):
     assert pairs == ["values"] * 2
 
 
-TRANSFORMS = [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (2, 3)}, {"bias": True, "softcap": 30.0, "ranks": (4,)}]
+TRANSFORMS = [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (2, 25)}, {"bias": True, "softcap": 30.0, "ranks": (4,)}]
 EACH = torch.linspace(0.3, 3.0, 50)  # a temperature of its own for each token
 
 

@@ -58,7 +58,7 @@ def test_every_size_is_the_oracle(n, h, v, threads, streamed):
     assert streamed == [n, n]
 
 
-TRANSFORMS = [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (2, 13)}, {"bias": True, "softcap": 30.0, "ranks": (4,)}]
+TRANSFORMS = [{}, {"bias": True}, {"softcap": 3.0}, {"ranks": (2, 25)}, {"bias": True, "softcap": 30.0, "ranks": (4,)}]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.3, 3.0, 50)], ids=["1", "0.7", "tensor"])

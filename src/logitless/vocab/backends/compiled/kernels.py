@@ -114,6 +114,7 @@ def _example(x: Tensor) -> Tensor:
 def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], list[str]]:
     """`function` of tensors that lie as these do, whatever their sizes, compiled, and the names of what it returns."""
     from torch._inductor import standalone_compile
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch.fx.experimental.proxy_tensor import make_fx
 
     outputs: list[str] = []
@@ -127,4 +128,5 @@ def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], lis
         examples = [_example(x) for x in tensors.values()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        return standalone_compile(graph, inputs, options={"config_patches": OPTIONS}), outputs
+        vectors = {"cpp.simdlen": pick_vec_isa().bit_width() or None}  # by which torch tells apart what it keeps on disk
+        return standalone_compile(graph, inputs, options={"config_patches": OPTIONS | vectors}), outputs

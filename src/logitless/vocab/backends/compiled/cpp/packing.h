@@ -13,7 +13,7 @@ constexpr long ROWS = 4, VECTORS = 3;
 constexpr long LANES = WIDTH * VECTORS;
 constexpr long FP32_ENTRIES = 96;  // whose packed rows stay in a core's second cache
 constexpr long ENTRIES = MULTIPLIES_TILES ? 2 * FP32_ENTRIES : FP32_ENTRIES;  // of tiles, and the most that there is room for
-constexpr long TOGETHER = 4;  // rows whose parts of a panel are packed at once: whole lines of memory, and few at one place
+constexpr long TOGETHER = 4;  // rows, or pairs of them, whose parts of a panel are packed at once: whole lines of memory, and few at one place
                               // of the first cache where rows lie a power of two apart
 static_assert(!MULTIPLIES_TILES || (LANES == 2 * TILE && FP32_ENTRIES % BLOCK == 0));
 
@@ -52,7 +52,7 @@ struct Floats : Matrix<float> {
   using Matrix::Matrix;
   static constexpr long together = 1;
   __m128 four(long i, long k) const {
-    if (k % 16 == 0) __builtin_prefetch(at(i + ROWS, k));  // a line of memory of the next panel
+    if (k % 16 == 0) __builtin_prefetch(at(i + ROWS, k));  // a line of memory of a later row
     return _mm_loadu_ps(at(i, k));
   }
   float one(long i, long k) const { return *at(i, k); }
