@@ -128,5 +128,5 @@ def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], lis
         examples = [_example(x) for x in tensors.values()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        vectors = {"cpp.simdlen": pick_vec_isa().bit_width() or None}  # by which torch tells apart what it keeps on disk
+        vectors = {"cpp.simdlen": pick_vec_isa().bit_width() or None}  # by these torch tells apart what it keeps
         return standalone_compile(graph, inputs, options={"config_patches": OPTIONS | vectors}), outputs
