@@ -128,7 +128,7 @@ def test_an_unfinished_run_goes_on_with_what_it_stores_only(micro, tmp_path):
 
 def test_nothing_to_score_leaves_no_head(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DataError, match="no token to score in 1 document"):
+    with pytest.raises(DataError, match=r"no token to score in 1 document; a first token .* --bos yes"):
         run(config(micro, tmp_path / "a.jsonl", tmp_path / "t.parquet", store="hidden"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -43,7 +43,8 @@ class SparseBackward:
     call takes backend "eager" all the same, on a GPU too, and one for values unless it is under torch.no_grad().
     For logprob, logsumexp, cross-entropy, entropy, self_certainty, sum_sq_prob; backend "eager", which on a GPU waits
     for the device once a chunk. Raises OptionError for a bound or width without a meaning, and by the call for
-    statistics whose gradient p does not bound, a reference, a sharded head and a CUDA graph.
+    statistics whose gradient p does not bound, of which self_certainty is one where the head has a softcap, a
+    reference, a sharded head and a CUDA graph.
     Memory: beside the slices 3·(H + rank) elements for each token of a chunk, and a byte for each token and slice.
     After the gradient filter of Wijmans et al., arXiv 2411.09009, which bounds entries instead of what they add up to.
     """

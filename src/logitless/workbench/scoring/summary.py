@@ -152,8 +152,10 @@ def _without_scores(config: TextOptions, sums: Sums) -> LogitlessError:
     if sums.not_finite:
         models = " and ".join(f"--{name} {getattr(config, name)}" for name in sorted(sums.not_finite, reverse=True))
         return NotFiniteError(f"{models}: the scores of {plural(sums.documents, 'document')} are not finite")
-    first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
-    return DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
+    why = "; a first token has nothing before it: give longer texts, or --bos yes"
+    if sums.listed:
+        why = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}"
+    return DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{why}")
 
 
 def numbers(known: Mapping[str, Any]) -> dict[str, Any]:
