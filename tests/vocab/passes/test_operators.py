@@ -60,6 +60,29 @@ def test_cross_entropy(weights, denominator, trainable, ranks):
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
 
 
+@pytest.mark.parametrize("trainable", [("hidden", "a"), ("hidden",), ("a",), ()], ids=str)
+@pytest.mark.parametrize("keeps", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lora_hidden(dtype, keeps, trainable):
+    ops = operands((7,), dtype=dtype, ranks=(3,)).training(*trainable)
+    args = (ops.hidden, ops.head.adapters[0].a, torch.rand(7, 1) < 0.5 if keeps else None)
+    torch.library.opcheck(torch.ops.logitless.lora_hidden.default, args, test_utils=CHECKS)
+
+
+def test_gradients_of_adapters_keep_their_digits_under_autocast():
+    """As the eager call's; torch multiplies in a compiled graph's backward as autocast around the call says."""
+    ops = operands((7,), dtype=torch.bfloat16, ranks=(3,)).training("hidden", "a", "b")
+
+    def run(*leaves):
+        return linear_cross_entropy(ops.hidden, ops.head, ops.labels)
+
+    leaves = list(ops.leaves.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.autograd.grad(run(*leaves), leaves)
+        got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_nan_in_an_ignored_row_reaches_no_adapter():
     ops = operands((7,), ranks=(3,)).training("hidden", "a", "b")
     ops.labels[2] = -100

@@ -96,11 +96,8 @@ def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None, counts: Tensor
         keep.bernoulli_(1 - x.dropout, generator=generator)
         if counts is not None:
             keep &= counts
-    with full_precision(hidden.device.type):
-        if torch.compiler.is_compiling():
-            product = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()
-        else:
-            product = _Shrink.apply(hidden, x.a, keep)
+    shrink = torch.ops.logitless.lora_hidden if torch.compiler.is_compiling() else _Shrink.apply
+    product = shrink(hidden, x.a, keep)
     return product * (x.scaling / (1 - x.dropout))  # pyright: ignore[reportOperatorIssue]
 
 
@@ -112,31 +109,78 @@ def _blocks(n: int) -> Iterator[slice]:
     return (slice(start, start + BLOCK) for start in range(0, n, BLOCK))
 
 
+def _shrunk(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+    """hidden · aᵀ of what is to keep, in the compute dtype."""
+    dtype = compute_dtype(hidden)
+    product, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
+    with full_precision(hidden.device.type):
+        for rows in _blocks(hidden.shape[0]):
+            kept = None if keep is None else keep[rows]
+            torch.mm(_widened(hidden[rows], kept, dtype), wide, out=product[rows])
+    return product
+
+
+def _shrunk_grads(
+    up: Tensor, hidden: Tensor, a: Tensor, keep: Tensor | None, to_hidden: bool, to_a: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `_shrunk`, those that are asked for."""
+    wide = a.to(up.dtype)
+    d_hidden = torch.empty_like(hidden) if to_hidden else None
+    d_a = torch.zeros_like(wide) if to_a else None
+    with full_precision(hidden.device.type):
+        for rows in _blocks(hidden.shape[0]):
+            kept = None if keep is None else keep[rows]
+            if d_hidden is not None:
+                d_hidden[rows] = _widened(up[rows] @ wide, kept, up.dtype)
+            if d_a is not None:
+                d_a.addmm_(up[rows].t(), _widened(hidden[rows], kept, up.dtype))
+    return d_hidden, None if d_a is None else d_a.to(a.dtype)
+
+
 class _Shrink(torch.autograd.Function):
-    """hidden · aᵀ of what is to keep, in the compute dtype; its operands wait for backward as they are, not widened."""
+    """`_shrunk`, whose operands wait for backward as they are, not widened."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(storable(hidden), storable(a), keep)
-        dtype = compute_dtype(hidden)
-        product, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
-        for rows in _blocks(hidden.shape[0]):
-            kept = None if keep is None else keep[rows]
-            torch.mm(_widened(hidden[rows], kept, dtype), wide, out=product[rows])
-        return product
+        return _shrunk(hidden, a, keep)
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, a, keep = ctx.saved_tensors
-        to_hidden, to_a = ctx.needs_input_grad[:2]
-        wide = a.to(up.dtype)
-        d_hidden = torch.empty_like(hidden) if to_hidden else None
-        d_a = torch.zeros_like(wide) if to_a else None
-        with full_precision(hidden.device.type):
-            for rows in _blocks(hidden.shape[0]):
-                kept = None if keep is None else keep[rows]
-                if d_hidden is not None:
-                    d_hidden[rows] = _widened(up[rows] @ wide, kept, up.dtype)
-                if d_a is not None:
-                    d_a.addmm_(up[rows].t(), _widened(hidden[rows], kept, up.dtype))
-        return d_hidden, None if d_a is None else d_a.to(a.dtype), None
+        return *_shrunk_grads(up, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
+
+
+@torch.library.custom_op("logitless::lora_hidden", mutates_args=())
+def _shrink(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+    return _shrunk(hidden, a, keep)
+
+
+@_shrink.register_fake
+def _(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], a.shape[0], dtype=compute_dtype(hidden))
+
+
+@torch.library.custom_op("logitless::lora_hidden_backward", mutates_args=())
+def _shrink_backward(
+    up: Tensor, hidden: Tensor, a: Tensor, keep: Tensor | None, to_hidden: bool, to_a: bool
+) -> list[Tensor]:
+    return [x for x in _shrunk_grads(up, hidden, a, keep, to_hidden, to_a) if x is not None]
+
+
+@_shrink_backward.register_fake
+def _(up: Tensor, hidden: Tensor, a: Tensor, keep: Tensor | None, to_hidden: bool, to_a: bool) -> list[Tensor]:
+    return [torch.empty_like(x) for x, wanted in ((hidden, to_hidden), (a, to_a)) if wanted]
+
+
+def _shrink_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _shrink_grad(ctx: Any, up: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    wanted = ctx.needs_input_grad[:2]
+    grads = iter(torch.ops.logitless.lora_hidden_backward(up, *ctx.saved_tensors, *wanted))
+    to_hidden, to_a = (next(grads) if there else None for there in wanted)
+    return to_hidden, to_a, None
+
+
+_shrink.register_autograd(_shrink_grad, setup_context=_shrink_setup)
