@@ -134,19 +134,24 @@ static void pack_panels(const Numbers& of, long count, long stride, float* packe
 // `count` rows as panel[row][column] of panels of ROWS columns, with room for ENTRIES rows, from column `first` on
 template <class Numbers>
 static void pack_columns(const Numbers& of, long count, long first, float* packed) {
-  for (long start = 0; start < count; start += TOGETHER)
-    for (long k = 0, some; k < of.size; k += some) {
-      const long panel = (first + k) / ROWS, place = (first + k) % ROWS, end = std::min(count, start + TOGETHER);
-      float* to = packed + (panel * ENTRIES + start) * ROWS + place;
-      some = std::min(ROWS - place, of.size - k);
-      for (long i = start; i < end; i++, to += ROWS) {
-        if (some == ROWS)
+  for (long start = 0; start < count; start += TOGETHER) {
+    const long end = std::min(count, start + TOGETHER);
+    long k = 0;
+    const auto one_by_one = [&](long stop) {
+      for (; k < stop; k++)
+        for (long i = start; i < end; i++) packed[((first + k) / ROWS * ENTRIES + i) * ROWS + (first + k) % ROWS] = of.one(i, k);
+    };
+    if (end == start + TOGETHER) {
+      one_by_one(std::min(of.size, (ROWS - first % ROWS) % ROWS));
+      float* to = packed + ((first + k) / ROWS * ENTRIES + start) * ROWS;
+      for (; k + ROWS <= of.size; k += ROWS, to += ENTRIES * ROWS)
 #pragma GCC unroll 4
-          for (long j = 0; j < ROWS; j += 4) _mm_storeu_ps(to + j, of.four(i, k + j));
-        else
-          for (long j = 0; j < some; j++) to[j] = of.one(i, k + j);
-      }
+        for (long i = 0; i < TOGETHER; i++)
+#pragma GCC unroll 4
+          for (long j = 0; j < ROWS; j += 4) _mm_storeu_ps(to + i * ROWS + j, of.four(start + i, k + j));
     }
+    one_by_one(of.size);
+  }
 }
 
 // `count` rows of pairs as panels [length / TILE][TILE rows][TILE pairs], with 0 behind a row's end and for rows up to a

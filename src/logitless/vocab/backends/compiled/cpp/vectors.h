@@ -46,7 +46,7 @@ using Vector = __m256;
 constexpr long WIDTH = 8;
 static inline Vector load(const float* x) { return _mm256_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
-static inline void store_past_caches(float* x, Vector v) { _mm256_stream_ps(x, v); }
+static inline void store_past_caches(float* x, Vector v) { store(x, v); }  // half a line would go to memory by itself
 static inline Vector load_anywhere(const float* x) { return _mm256_loadu_ps(x); }
 static inline Vector load_widened(const uint16_t* x) {
   const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
