@@ -115,9 +115,11 @@ static inline Vector expm1_of_rest(Vector x, Vector& n) {
   n = nearest(x * all(1.44269504088896341f));
   Vector r = fma(n, all(-0.693359375f), x);
   r = fma(n, all(2.12194440e-4f), r);
-  Vector p = all(1.9875691500e-4f);
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = fma(p, r, all(c));
+  Vector p = fma(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
   return fma(p, r * r, r);
 }
 
