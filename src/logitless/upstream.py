@@ -1,4 +1,4 @@
-"""What a backward written by hand has no formula for: second derivatives, and several upstream gradients at once."""
+"""What a pass written by hand has no formula for: tangents, second derivatives, several upstream gradients at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import GradientError
 
@@ -24,3 +25,14 @@ def check_upstream(grads: Sequence[Tensor | None], no_second_derivative: str) ->
     batched = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
     if any(is_batched(g) for g in grads if g is not None for is_batched in batched):
         raise GradientError(ONE_AT_A_TIME)
+
+
+def refuse_duals(*tensors: Any) -> None:
+    """GradientError where a tensor has a tangent; a graph's operators ask once it runs."""
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise GradientError(
+            "logitless: expected plain tensors, got a dual one of forward-mode differentiation, whose tangent would be "
+            "lost; use torch.autograd.grad, or the dense oracle (logitless.vocab.reference)"
+        )

@@ -170,6 +170,20 @@ def test_a_tangent_is_not_lost_in_a_graph(function):
         compiled(forward_ad.make_dual(weight, weight))
 
 
+@pytest.mark.parametrize("function", [linear_cross_entropy, token_stats])
+def test_a_tangent_of_an_adapter_is_not_lost_in_a_graph(function):
+    hidden, weight, labels = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
+    a, b = torch.randn(2, 4), torch.randn(9, 2)
+
+    @torch.compile(backend="eager")
+    def of(a):
+        return function(hidden, ll.LMHead(weight, adapters=(ll.LowRank(a, b),)), labels)
+
+    of(a)
+    with forward_ad.dual_level(), pytest.raises(GradientError, match="got a dual one"):
+        of(forward_ad.make_dual(a, a))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_heads_that_were_made_before_with_other_numbers(dynamic):
     """Dynamo takes what differs, or with dynamic=True every number, for a variable."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...upstream import refuse_duals
 from ..devices import full_precision
 from ..dtypes import compute_dtype
 from ..head.lm_head import LMHead
@@ -152,6 +153,7 @@ class _Shrink(torch.autograd.Function):
 
 @torch.library.custom_op("logitless::lora_hidden", mutates_args=())
 def _shrink(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+    refuse_duals(hidden, a)
     return _shrunk(hidden, a, keep)
 
 

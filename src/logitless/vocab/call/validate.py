@@ -9,12 +9,12 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...algebra.options import check_ignore_index, check_numbers, check_reduction, check_want, is_number
 from ...algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
+from ...upstream import refuse_duals
 from ..devices import autocast_dtype, capturing
 from ..dtypes import dtype_of, of_integers
 from ..head.draft import split
@@ -193,17 +193,6 @@ def _refuse_functorch() -> None:
         raise GradientError(
             "logitless: expected plain tensors, got a call under torch.func (grad, vjp, jvp, vmap); "
             "use torch.autograd.grad and a batch dimension, or the dense oracle (logitless.vocab.reference)"
-        )
-
-
-def refuse_duals(*tensors: Any) -> None:
-    """GradientError where a tensor has a tangent; a graph's operators ask once it runs."""
-    if torch.compiler.is_compiling():
-        return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise GradientError(
-            "logitless: expected plain tensors, got a dual one of forward-mode differentiation, whose tangent would be "
-            "lost; use torch.autograd.grad, or the dense oracle (logitless.vocab.reference)"
         )
 
 

@@ -16,10 +16,9 @@ from ...algebra.costs import Price
 from ...algebra.online_softmax import total_names
 from ...algebra.stats import best_entries, has_gradient, sums_of
 from ...errors import GradientError
-from ...upstream import ONE_AT_A_TIME, check_upstream
+from ...upstream import ONE_AT_A_TIME, check_upstream, refuse_duals
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from ..call.options import CallOptions
-from ..call.validate import refuse_duals
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
 from .autograd import NO_SECOND_DERIVATIVE

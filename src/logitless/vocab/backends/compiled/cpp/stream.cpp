@@ -62,7 +62,7 @@ static void keep(const float* logits, long count, long tokens, long n_tokens, fl
     alignas(64) float z[WIDTH];
     const Vector masked = larger(mask, load(logits));
     if (lines) {
-      store_past_caches(kept, masked);
+      store_for_later(kept, masked);
     } else {
       store(z, masked);
       std::copy_n(z, tokens, kept);

@@ -9,7 +9,7 @@ using Vector = __m512;
 constexpr long WIDTH = 16;
 static inline Vector load(const float* x) { return _mm512_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm512_store_ps(x, v); }
-static inline void store_past_caches(float* x, Vector v) { _mm512_stream_ps(x, v); }
+static inline void store_for_later(float* x, Vector v) { _mm512_stream_ps(x, v); }  // past the caches
 static inline Vector load_anywhere(const float* x) { return _mm512_loadu_ps(x); }
 static inline Vector load_widened(const uint16_t* x) {  // of bfloat16
   const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
@@ -46,7 +46,7 @@ using Vector = __m256;
 constexpr long WIDTH = 8;
 static inline Vector load(const float* x) { return _mm256_load_ps(x); }
 static inline void store(float* x, Vector v) { _mm256_store_ps(x, v); }
-static inline void store_past_caches(float* x, Vector v) { store(x, v); }  // half a line would go to memory by itself
+static inline void store_for_later(float* x, Vector v) { store(x, v); }  // half a line would go to memory by itself
 static inline Vector load_anywhere(const float* x) { return _mm256_loadu_ps(x); }
 static inline Vector load_widened(const uint16_t* x) {
   const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
