@@ -97,6 +97,7 @@ def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None, counts: Tensor
         keep.bernoulli_(1 - x.dropout, generator=generator)
         if counts is not None:
             keep &= counts
+    # a graph's products would be cast by autocast around it: those within an operator are not
     shrink = torch.ops.logitless.lora_hidden if torch.compiler.is_compiling() else _Shrink.apply
     product = shrink(hidden, x.a, keep)
     return product * (x.scaling / (1 - x.dropout))  # pyright: ignore[reportOperatorIssue]
@@ -152,37 +153,37 @@ class _Shrink(torch.autograd.Function):
 
 
 @torch.library.custom_op("logitless::lora_hidden", mutates_args=())
-def _shrink(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+def _lora_hidden(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
     refuse_duals(hidden, a)
     return _shrunk(hidden, a, keep)
 
 
-@_shrink.register_fake
+@_lora_hidden.register_fake
 def _(hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
     return hidden.new_empty(hidden.shape[0], a.shape[0], dtype=compute_dtype(hidden))
 
 
 @torch.library.custom_op("logitless::lora_hidden_backward", mutates_args=())
-def _shrink_backward(
+def _lora_hidden_backward(
     up: Tensor, hidden: Tensor, a: Tensor, keep: Tensor | None, to_hidden: bool, to_a: bool
 ) -> list[Tensor]:
     return [x for x in _shrunk_grads(up, hidden, a, keep, to_hidden, to_a) if x is not None]
 
 
-@_shrink_backward.register_fake
+@_lora_hidden_backward.register_fake
 def _(up: Tensor, hidden: Tensor, a: Tensor, keep: Tensor | None, to_hidden: bool, to_a: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x, wanted in ((hidden, to_hidden), (a, to_a)) if wanted]
 
 
-def _shrink_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _lora_hidden_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _shrink_grad(ctx: Any, up: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _lora_hidden_grad(ctx: Any, up: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     wanted = ctx.needs_input_grad[:2]
     grads = iter(torch.ops.logitless.lora_hidden_backward(up, *ctx.saved_tensors, *wanted))
     to_hidden, to_a = (next(grads) if there else None for there in wanted)
     return to_hidden, to_a, None
 
 
-_shrink.register_autograd(_shrink_grad, setup_context=_shrink_setup)
+_lora_hidden.register_autograd(_lora_hidden_grad, setup_context=_lora_hidden_setup)

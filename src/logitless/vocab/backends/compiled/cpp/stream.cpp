@@ -57,11 +57,11 @@ static void find_best(const float* logits, long v, long count, long first, long 
 // Logits of `count` entries and WIDTH tokens, of which there are `tokens`, to where those of all n_tokens lie
 static void keep(const float* logits, long count, long tokens, long n_tokens, float* kept) {
   const Vector mask = all(MASK);
-  const bool lines = tokens == WIDTH && n_tokens % WIDTH == 0;  // of memory, which nobody reads before all are there
+  const bool whole = tokens == WIDTH && n_tokens % WIDTH == 0;  // vectors, which nobody reads before all are there
   for (long i = 0; i < count; i++, logits += LANES, kept += n_tokens) {
     alignas(64) float z[WIDTH];
     const Vector masked = larger(mask, load(logits));
-    if (lines) {
+    if (whole) {
       store_for_later(kept, masked);
     } else {
       store(z, masked);
