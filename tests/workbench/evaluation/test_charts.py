@@ -40,6 +40,9 @@ def test_a_bar_of_calibration_is_as_high_as_the_accuracy():
     assert found(svg, "bar", "x", "y") == [(255, 192)]
     assert found(svg, "point", "cx", "cy") == [(351.5, 192)]
     assert svg.count("<title>4 tokens: confidence 0.750, accuracy 0.250</title>") == 2
+    assert '<polyline class="diagonal" points="62.0,252.0 448.0,12.0"/>' in svg
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert ">probability of the best entry<" in svg
 
 
 def test_accuracy_lies_over_the_mean_of_a_group():
@@ -52,7 +55,9 @@ def test_accuracy_lies_over_the_mean_of_a_group():
 
 def test_a_bar_for_each_interval_that_holds_documents():
     _, svg, _ = _documents({"edges": [1.0, 2.0, 3.0, 5.0], "documents": [3, 0, 1]})
-    assert found(svg, "bar", "x", "width") == [(62, 95.5), (255, 192)]
+    heights = [round(3 / 3.24 * 240, 1), round(1 / 3.24 * 240, 1)]  # 1.08 × the most is at the top
+    assert found(svg, "bar", "x", "width", "height") == [(62, 95.5, heights[0]), (255, 192, heights[1])]
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == ["0", "1", "2", "3"]
     assert "<title>3.000 to 5.000: 1 document</title>" in svg
 
 
