@@ -124,6 +124,116 @@ def test_what_is_divided(sharding, parameters, gradients, optimizer):
     assert any("gathered layer" in name for name in found) == (parameters == 8)
 
 
+E, L, UNTIED = 2 * SHAPE.embedding, 2 * SHAPE.largest_layer, replace(SHAPE, tied=False)
+A = 4 * (SHAPE.lora(16) // SHAPE.layers)  # a layer's adapters
+HALF = 2 * (SHAPE.layer_vectors + (SHAPE.largest_layer - SHAPE.layer_vectors) // 2)
+EXTRA = ("DDP's", "gathered", "a layer's gradients", "a layer's reduce-scatter", "head's share", "the last reduce")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sharding": "ddp"}, {"DDP's gradient buckets": (2 * P, "012345678")}),
+        ({"sharding": "ddp", "lora_rank": 16}, {"DDP's gradient buckets": (4 * SHAPE.lora(16), "012345678")}),
+        ({"sharding": "ddp", "gpus": 1}, {}),
+        ({"sharding": "zero1"}, {}),
+        ({"sharding": "zero2"}, {"a layer's gradients": (L, "56")}),
+        ({"sharding": "zero2", "lora_rank": 16}, {}),
+        ({"sharding": "zero2", "tensor_parallel": 2}, {"a layer's gradients": (HALF, "56")}),
+        (
+            {"sharding": "zero3", "model": UNTIED},
+            {
+                "a layer's gradients": (L, "56"),
+                "gathered layers": (2 * L, "0123456"),
+                "gathered embedding and head": (2 * E, "123456"),
+                "gathered model": (2 * P + E - 2 * L, "0"),
+            },
+        ),
+        (
+            {"sharding": "fsdp2"},
+            {
+                "gathered layer": (L, "01256"),
+                "gathered layer, its buffer": (L, "0123456"),
+                "gathered head": (E, "01234567"),
+                "a layer's reduce-scatter": (L, "6"),
+                "the last reduce-scatter": (L, "7"),
+            },
+        ),
+        (
+            {"sharding": "fsdp2", "model": UNTIED},
+            {
+                "gathered layer": (L, "01256"),
+                "gathered layer, its buffer": (L, "01245"),
+                "gathered head": (E, "0134"),
+                "gathered head, its buffer": (E, "13"),
+                "gathered embedding": (E, "67"),
+                "a layer's reduce-scatter": (L, "6"),
+                "head's share of its gradient": (E // 8, "5"),
+                "the last reduce-scatter": (E // 8, "7"),
+            },
+        ),
+        (
+            {"sharding": "fsdp2", "model": UNTIED, "micro_batch": 4, "tensor_parallel": 2},
+            {
+                "gathered layer": (HALF, "01256"),
+                "gathered layer, its buffer": (HALF, "01245"),
+                "gathered head": (E // 2, "0134"),
+                "gathered head, its buffer": (E // 2, "13"),
+                "gathered embedding": (E // 2, "67"),
+                "a layer's reduce-scatter": (HALF, "6"),
+                "the last reduce-scatter": (E // 8, "7"),
+            },
+        ),
+        (
+            {"sharding": "fsdp2", "model": UNTIED, "lora_rank": 16},
+            {
+                "gathered layer": (L + A, "01256"),
+                "gathered layer, its buffer": (L + A, "01245"),
+                "gathered head": (E, "0134"),
+                "gathered head, its buffer": (E, "13"),
+                "a layer's reduce-scatter": (A, "6"),
+                "the last reduce-scatter": (A, "7"),
+            },
+        ),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())) if "sharding" in x else "",
+)
+def test_what_dividing_costs(change, expected):
+    """Bytes, and the places in PHASES; of FSDP2 and DDP as the slow tests find them on real ranks."""
+    found = {c.name: c for c in plan(replace(RL, **change)).components if c.name.startswith(EXTRA)}
+    places = {name: "".join(str(PHASES.index(p)) for p in c.phases) for name, c in found.items()}
+    assert {name: (c.nbytes, places[name]) for name, c in found.items()} == expected
+    if "gathered head" in expected:  # a gradient of the input of checkpointed layers wants the embedding
+        light = sizes(replace(RL, **change, gradient_checkpointing=True))
+        assert ("gathered embedding" in light) == (not replace(RL, **change).model.tied)
+
+
+def test_the_largest_tensor_of_what_training_adds():
+    """The embedding's own: its gradient, one of two moments, its copy in fp32; of DDP a bucket."""
+    small = shape_of("qwen3-0.6b")
+    found = {c.name: c.largest for c in plan(replace(RL, algorithm="ppo", critic_shape=small)).components}
+    e = SHAPE.embedding
+    assert found["parameters"] == found["reference model"] == found["gradients"] == 2 * e
+    assert found["optimizer state"] == found["master weights"] == 4 * e
+    assert found["critic"] == 2 * small.embedding
+    assert found["critic's optimizer state"] == found["critic's master weights"] == 4 * small.embedding
+    assert found["DDP's gradient buckets"] == 25 << 20
+    divided = plan(replace(RL, sharding="zero3", gpus=64, batch_size=64)).components
+    assert all(c.largest <= c.nbytes for c in divided)
+    few = {c.name: c for c in plan(replace(RL, lora_rank=1)).components}
+    for name in ("adapters", "gradients", "DDP's gradient buckets"):
+        assert few[name].largest == few[name].nbytes < 25 << 20
+    assert few["adapters"].shape.endswith(" fp32")
+    assert few["parameters"].shape.endswith(" bf16")
+
+
+def test_a_critic_is_trained_whole_beside_adapters():
+    adapted = sizes(replace(RL, algorithm="ppo", lora_rank=16))
+    critic = SHAPE.embedding + SHAPE.body + SHAPE.hidden
+    assert (adapted["critic's optimizer state"], adapted["critic's master weights"]) == (8 * critic, 4 * critic)
+    assert "master weights" not in adapted
+
+
 @pytest.mark.parametrize(
     ("optimizer", "each"), [("adamw-fp32", 8), ("adamw-bf16", 4), ("adamw-8bit", 65 / 32), ("sgd", 0), ("none", 0)]
 )

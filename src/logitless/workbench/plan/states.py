@@ -126,7 +126,7 @@ def _gradients(setting: Setting) -> Iterator[Row]:
 
 def sharding(setting: Setting) -> Iterator[Row]:
     """What dividing costs: buckets, gathered weights, gradients before they are divided."""
-    shape, divided = setting.model, SHARDINGS[setting.sharding]
+    divided = SHARDINGS[setting.sharding]
     if setting.shards == 1:
         return
     item = FP32 if setting.lora_rank else BF16
@@ -137,7 +137,7 @@ def sharding(setting: Setting) -> Iterator[Row]:
     elif setting.sharding == "fsdp2":
         yield from _fsdp2(setting, item)
     else:
-        layer = local(shape.largest_layer, shape, setting) * BF16
+        layer = largest_layer(setting) * BF16
         if "gradients" in divided and not setting.lora_rank:
             yield "a layer's gradients", "before division", layer, (BACKWARD, BACKWARD_END), layer
         if "parameters" in divided:
