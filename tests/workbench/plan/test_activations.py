@@ -159,6 +159,28 @@ def test_a_plan_against_a_traced_step(kind, attention, checkpointing, tiles, lor
     assert math.isclose(max(planned[p] for p in BACKWARDS) - weights, backward, rel_tol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response", "rows", "close"),
+    [
+        (8, 16, ("key-value cache", "next token's logits"), 0.01),
+        (128, 2, ("key-value cache", "prompts in a layer"), 0.12),
+    ],
+)
+def test_a_rollout_against_a_real_generation(prompt, response, rows, close):
+    """Sampled as TRL's trainers do: short prompts take most at a token's draw, long ones in their own pass."""
+    n, config = 8, {**LONG, "eos_token_id": None, "use_cache": True}
+    model = build(config, 2).eval()
+    ids = torch.randint(3, 96, (n, prompt))
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": response, "do_sample": True, "top_k": None}
+    measured = trace_allocations(lambda: model.generate(ids, **given)).peak
+    shape = from_config({**config, "num_hidden_layers": 2}, "x")
+    same = {"prompt_length": prompt, "response_length": response, "optimizer": "none"}
+    found = {c.name: c for c in plan(Setting(shape, "reinforce", batch_size=n, **same)).components}
+    assert math.isclose(sum(found[name].nbytes for name in rows), measured, rel_tol=close)
+    assert {found[name].phases for name in rows} == {("rollout",)}
+    assert found["next token's logits"].largest == n * 8192 * 4
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize(("checkpointing", "more"), [pytest.param(False, 1.13, marks=pytest.mark.slow), (True, 1.04)])
 def test_float32_weights_under_autocast_take_little_more_than_master_weights(checkpointing, more, tmp_path):

@@ -130,6 +130,12 @@ HALF = 2 * (SHAPE.layer_vectors + (SHAPE.largest_layer - SHAPE.layer_vectors) //
 EXTRA = ("DDP's", "gathered", "a layer's gradients", "a layer's reduce-scatter", "head's share", "the last reduce")
 
 
+def placed(setting: Setting, way: str = "logitless") -> dict[str, tuple[int, str]]:
+    """Bytes of each component, and the places of its phases in PHASES."""
+    made = plan(setting, way).components
+    return {c.name: (c.nbytes, "".join(str(PHASES.index(p)) for p in c.phases)) for c in made}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -200,9 +206,8 @@ EXTRA = ("DDP's", "gathered", "a layer's gradients", "a layer's reduce-scatter",
 )
 def test_what_dividing_costs(change, expected):
     """Bytes, and the places in PHASES; of FSDP2 and DDP as the slow tests find them on real ranks."""
-    found = {c.name: c for c in plan(replace(RL, **change)).components if c.name.startswith(EXTRA)}
-    places = {name: "".join(str(PHASES.index(p)) for p in c.phases) for name, c in found.items()}
-    assert {name: (c.nbytes, places[name]) for name, c in found.items()} == expected
+    found = placed(replace(RL, **change))
+    assert {name: x for name, x in found.items() if name.startswith(EXTRA)} == expected
     if "gathered head" in expected:  # a gradient of the input of checkpointed layers wants the embedding
         light = sizes(replace(RL, **change, gradient_checkpointing=True))
         assert ("gathered embedding" in light) == (not replace(RL, **change).model.tied)
@@ -389,6 +394,75 @@ def test_soft_tokens():
     twice = sizes(replace(setting, batch_size=2, top_k=10**6), "dense")
     assert twice["activations of the layers"] == 2 * whole["activations of the layers"]
     assert sizes(replace(setting, top_k=10**6))["soft tokens"] == whole["soft tokens"]
+
+
+HIDDEN = "gradient of the hidden states"
+
+
+@pytest.mark.parametrize(
+    ("change", "gradient", "formed"),
+    [
+        ({}, "4567", "34"),  # autograd adds the embedding's to a tied head's
+        ({"model": UNTIED}, "45", "34"),
+        ({"model": UNTIED, "micro_batch": 4}, "4", "34"),  # the sum of several passes takes it in at once
+        ({"model": UNTIED, "micro_batch": 4, "sharding": "fsdp2"}, "45", "34"),
+        ({"algorithm": "dpo"}, "4567", "4"),  # recomputed in backward
+        ({"lora_rank": 16}, None, "34"),
+        ({"lora_rank": 16, "algorithm": "dpo"}, None, "4"),
+    ],
+)
+def test_when_the_vocabularys_share_lives(change, gradient, formed):
+    setting = replace(RL, **change)
+    found, n = placed(setting), setting.response_tokens
+    assert found[HIDDEN] == (2 * setting.tokens * SHAPE.hidden, formed)
+    assert found["per-token numbers"] == (n * 8 * 4, "134")
+    again = not setting.lora_rank and not setting.kind.separable
+    assert found["slices of the logits"][1] == ("34" if again else "3")
+    alone = slices_of(n, SHAPE.vocab, budget=256 << 20, device="gpu").nbytes
+    assert found["slices of the logits, scoring"] == (alone, "1")
+    wide, narrow = (None, None) if gradient is None else ((2 * E, formed), (E, gradient))
+    assert (found.get("head's gradient, summed"), found.get("head's gradient")) == (wide, narrow)
+    basis = (n * SHAPE.hidden * 4, "34") if gradient is None and not setting.kind.separable else None
+    assert found.get("basis p · W") == basis
+    dense = placed(setting, "dense")
+    assert dense[HIDDEN] == (found[HIDDEN][0], "4")
+    assert "head's gradient, summed" not in dense
+    assert dense.get("head's gradient") == narrow
+
+
+def test_when_soft_tokens_live():
+    setting = Setting(SHAPE, "grade", batch_size=1, prompt_length=32, response_length=64)
+    found, dense = placed(setting), placed(setting, "dense")
+    assert found["soft tokens"] == (64 * 256 * 4, "2345")
+    assert found["gradient of the soft tokens"] == (64 * 256 * 4, "45")
+    assert dense["gradient of the soft tokens"] == (64 * SHAPE.vocab * 4, "45")
+    assert found["soft tokens' ids"] == (64 * 256 * 8, "2345")
+    assert found["soft embeddings"] == dense["soft embeddings"] == (64 * SHAPE.hidden * 2, "2345")
+    both_heads = slices_of(64, SHAPE.vocab, budget=256 << 20, device="gpu", heads=2).nbytes
+    assert found["slices of both heads' logits"] == (both_heads, "24")
+    assert (found["head's gradient, summed"], found["head's gradient"]) == ((2 * E, "4"), (E, "4567"))
+    assert dense["head's gradient"] == found["head's gradient"]
+    for name in ("policy's probabilities", "policy's log-softmax", "reference's log-softmax"):
+        assert dense[name] == dense["soft tokens"] == (64 * SHAPE.vocab * 4, "2345")
+    every = replace(setting, top_k=0, lora_rank=8)
+    rows = "soft rows of all tables"
+    assert placed(replace(every, reward_model="no"))[rows][0] == 64 * SHAPE.hidden * 4
+    read = replace(every, reward_shape=shape_of("4b"))
+    assert placed(read)[rows][0] == 64 * (SHAPE.hidden + 2560) * 4
+    assert "soft tokens' ids" not in placed(read)
+    assert found["reward model's activations"][1] == "34"
+
+
+def test_the_largest_tensor_of_the_vocabularys_share():
+    found = {c.name: c for c in plan(RL).components}
+    whole, parts = (
+        slices_of(RL.response_tokens, SHAPE.vocab, budget=256 << 20, device="gpu", whole=w) for w in (True, False)
+    )
+    assert found["slices of the logits"].largest == whole.tokens * SHAPE.vocab * 4
+    assert found["slices of the logits, scoring"].largest == parts.tokens * parts.width * 4
+    assert found["per-token numbers"].largest == RL.response_tokens * 4
+    kinds = {c.name: c.shape.rpartition(" ")[2] for c in plan(RL, "dense").components}
+    assert (kinds["logits"], kinds["logits in fp32"], kinds["log-softmax"]) == ("bf16", "fp32", "fp32")
 
 
 def test_a_sweep_keeps_the_prompts_share():

@@ -163,7 +163,7 @@ def _rollout(setting: Setting) -> Iterator[Component]:
     prompt = per.forward * tokens
     yield Component("prompts in a layer", plural(tokens, "token"), prompt, (ROLLOUT,), per.widest * tokens)
     vocab = ceil_div(shape.vocab, setting.tensor_parallel)
-    next_logits = n * vocab * (BF16 + 2 * FP32)
+    next_logits = n * vocab * (BF16 + 3 * FP32)  # in fp32: the logits, their softmax, and what draws from it
     yield Component(
-        "next token's logits", f"({n}, {vocab}) bf16, fp32 twice", next_logits, (ROLLOUT,), n * vocab * FP32
+        "next token's logits", f"({n}, {vocab}) bf16, fp32 thrice", next_logits, (ROLLOUT,), n * vocab * FP32
     )
