@@ -1,5 +1,6 @@
 """Heads whose vocabulary is split over two and four ranks: one launch, a test for each case."""
 
+import math
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -7,11 +8,11 @@ import pytest
 import torch
 
 from logitless.algebra.costs import traffic_of
-from logitless.errors import DeviceError
+from logitless.errors import DeviceError, RankError
 from logitless.vocab.head.lm_head import place
 from logitless.vocab.head.shard import Layout, VocabShard
 from logitless.vocab.passes.gradient import scatter_one_hots
-from logitless.vocab.ranks.agreement import FACTS, _mark, layout_of
+from logitless.vocab.ranks.agreement import FACTS, _by_rank, _check_alike, _mark, layout_of
 from logitless.vocab.ranks.collectives import Ranks
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
@@ -88,6 +89,24 @@ def test_round_numbers_are_told_apart():
     """Whose bits, weighed and added up, would all overflow to 0."""
     marks = {_mark([torch.full((7,), x)], torch.device("cpu")).item() for x in (0.0, 2.0, -2.0)}
     assert len(marks) == 3
+
+
+def test_sums_may_differ_by_rounding():
+    """By 2 % of the largest norm: what ranks computed alike, whose sums cancel, and not what they did not."""
+    alike = [[0.0, 1.0, 100.0], [1.9, -0.9, 90.0], [0.5, 0.0, 99.0]]
+    _check_alike("hidden states", "", alike)
+    for other in ([-0.2, 0.0, 99.0], [0.5, -1.1, 99.0]):
+        with pytest.raises(RankError, match=r"expected the same hidden states .*, got sums .* on rank 3; send it$"):
+            _check_alike("hidden states", "send it", [*alike, other])
+    _check_alike("hidden states", "", [*alike, [math.nan] * 3])  # diverged, which has an error of its own
+    _check_alike("hidden states", "", [*alike, [5.0, 5.0, math.inf]])
+
+
+def test_what_many_ranks_have_is_cut():
+    assert _by_rank([7, 7, 7, 7, 6]) == "7 on ranks 0, 1, 2, 3, 6 on rank 4"
+    assert _by_rank([7] * 7 + [6]) == "7 on ranks 0, 1, 2, 3, ..., 6 on rank 7"
+    assert _by_rank([1, 2, 3, 4]) == "1 on rank 0, 2 on rank 1, 3 on rank 2, 4 on rank 3"
+    assert _by_rank([1, 2, 3, 4, 5]) == "1 on rank 0, 2 on rank 1, 3 on rank 2, 4 on rank 3, ..."
 
 
 def test_what_leaves_a_rank():

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 from rich.console import Console
 
+from logitless.errors import OptionError
 from logitless.models.catalog import HUB, from_config, shape_of
 from logitless.models.presets import PRESETS
 from logitless.workbench.plan.commands import (
@@ -184,6 +185,58 @@ def test_no_reason_contradicts_itself(model, gib, change, algorithm):
 
 
 @pytest.mark.parametrize(
+    ("wish", "knobs"),
+    [
+        (replace(INTUITOR, response_length=8192, gpus=4, gpu_bytes=24 * GIB), {"sharding", "rollout-batch"}),
+        (Setting(shape_of("qwen2.5-1.5b"), batch_size=16, response_length=32_768, gpu_bytes=16 * GIB), {"lora-rank"}),
+        (Setting(shape_of("qwen3-4b"), batch_size=8, response_length=1000, gpu_bytes=13 * GIB), {"response-length"}),
+    ],
+)
+def test_a_reason_is_what_a_plan_with_the_other_value_gives(wish, knobs):
+    """Of the next larger size, of which the search tried halves, or of the one cheaper way."""
+    result = fit(wish)["conservative"]
+    setting, told = result.plan.setting, set()
+    for knob, value, why in result.reasons:
+        if " would need " not in why:
+            continue
+        name, other = knob.replace("-", "_"), why.partition(" would need ")[0].rpartition(" ")[2]
+        if other.isdigit():
+            assert int(other) // 2 == int(value), (knob, why)
+        else:
+            assert knob in ("lora-rank", "gradient-checkpointing") or LADDER.index(other) + 1 == LADDER.index(value)
+        cheaper = {"lora-rank": 0, "gradient-checkpointing": False, "sharding": other}
+        made = plan(replace(setting, **{name: cheaper[knob] if knob in cheaper else int(other)}))
+        assert made.peak > result.allowed
+        assert why.endswith(f" would need {beyond(made.peak, result.allowed, 'GiB', made.peak_phase)}")
+        told.add(knob)
+    assert knobs | {"gradient-checkpointing"} <= told
+
+
+def test_what_needs_no_reason_is_said():
+    whys = {knob: (value, why) for knob, value, why in fit(Setting(shape_of("tiny")))["conservative"].reasons}
+    assert whys["lora-rank"] == ("0", "all parameters can be trained")
+    assert whys["gradient-checkpointing"] == ("off", "every activation fits: nothing is computed twice")
+    assert whys["sharding"] == ("ddp", "one GPU")
+    assert whys["accumulation"] == ("1", "1 pass of 64 rows makes a GPU's 64")
+    assert whys["micro-batch"] == ("64", "the whole batch of a GPU at once")
+    assert "rollout-batch" not in whys
+    wish = Setting(shape_of("tiny"), lora_rank=4, gradient_checkpointing=True, gpus=4, sharding="zero3")
+    asked = {knob: (value, why) for knob, value, why in fit(wish)["conservative"].reasons}
+    assert asked["lora-rank"] == ("4", "as asked")
+    assert asked["gradient-checkpointing"] == ("on", "as asked")
+    assert asked["sharding"] == ("zero3", "as asked")
+    wish = replace(INTUITOR, prompt_length=128, response_length=256)
+    online = {knob: (value, why) for knob, value, why in fit(wish)["conservative"].reasons}
+    assert online["accumulation"] == ("4", "4 passes of 16 rows make a GPU's 64")
+    assert online["rollout-batch"] == ("64", "all of a GPU's sequences at once")
+
+
+def test_a_wish_that_is_no_setting_is_refused():
+    with pytest.raises(OptionError, match="--batch-size must be 1 to 2"):
+        fit(replace(SMALL_GPU, batch_size=0))
+
+
+@pytest.mark.parametrize(
     ("needed", "allowed", "said"),
     [
         (906 << 20, 904 << 20, "906 MiB in loss, 904 MiB are allowed"),
@@ -251,6 +304,8 @@ def test_command_lines():
     assert " --loss logitless --attention nsa " in logitless_train(
         replace(single, model=INTUITOR.model, attention="nsa")
     )
+    light = logitless_train(replace(single, offload_activations=True, mlp_tiles=4))
+    assert " --loss logitless --offload-activations --mlp-tiles 4 --batch-size 4 " in light
     two = replace(TRAIN, gpus=2, micro_batch=4)
     assert " --loss logitless --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
     shared = replace(two, model=INTUITOR.model, context_parallel=2, sharding="fsdp2")
@@ -263,13 +318,17 @@ def test_command_lines():
     assert logitless_train(replace(both, response_length=2047)) is None
     assert logitless_train(replace(both, attention="eager")) is None
     assert logitless_train(replace(both, model=SMALL_GPU.model)) is None  # a softcap in its attention
-    assert set(flags(replace(ALIGNED, attention="nsa"))) == {"accelerate"}
+    assert logitless_train(replace(TRAIN, model=INTUITOR.model, gpus=4, tensor_parallel=4)) is None  # 2 heads of keys
+    assert set(flags(replace(ALIGNED, attention="nsa"))) == set(flags(replace(ALIGNED, mlp_tiles=2))) == {"accelerate"}
     assert set(flags(ALIGNED)) == {"logitless align", "TRL", "accelerate"}
     changes = (
         {"sharding": "zero2"},
         {"tensor_parallel": 2},
         {"responses_per_prompt": 1},
         {"micro_batch": 3},
+        {"batch_size": 4},  # a group of 8 lies on two GPUs
+        {"mlp_tiles": 2},
+        {"gradient_checkpointing": True, "offload_activations": True},
         {"prompt_length": 0},
         {"rollout_batch": 1},
         {"attention": "eager"},
@@ -283,7 +342,7 @@ def test_command_lines():
         assert logitless_train(replace(TRAIN, **change)) is None, change
 
 
-def test_a_model_is_what_the_command_can_start_from(tmp_path):
+def test_a_model_is_what_the_command_can_start_from(tmp_path, monkeypatch):
     def model(line):
         return shlex.split(line)[3]
 
@@ -311,7 +370,11 @@ def test_a_model_is_what_the_command_can_start_from(tmp_path):
             assert hint(setting).startswith(f"{path} names no weights to start from")
         else:
             assert model(logitless_train(setting)) == str(path)
-    assert model(logitless_train(replace(TRAIN, model=replace(TRAIN.model, name="Qwen/Qwen3-4B")))) == "Qwen/Qwen3-4B"
+    named = replace(TRAIN, model=replace(TRAIN.model, name="Qwen/Qwen3-4B"))
+    assert model(logitless_train(named)) == "Qwen/Qwen3-4B"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-4B").mkdir(parents=True)  # a directory of that name comes first, and has no weights
+    assert logitless_train(named) is None
 
 
 @pytest.mark.parametrize(
@@ -373,7 +436,31 @@ def test_command_lines_of_others():
     line = flags(replace(INTUITOR, tensor_parallel=2, context_parallel=2, sharding="fsdp2"))["accelerate"]
     assert "dp_shard_size 2 --parallelism_config_tp_size 2 --parallelism_config_cp_size 2" in line
     assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
-    assert flags(INTUITOR)["accelerate"].endswith(" SCRIPT")
+    texts = replace(INTUITOR, algorithm="sft", prompt_length=0, gradient_checkpointing=True, offload_activations=True)
+    assert trl(replace(texts, attention="eager", lora_rank=8)) == (
+        "trl sft --model_name_or_path Qwen/Qwen2.5-1.5B --dataset_name DATASET --dtype bfloat16 "
+        "--attn_implementation eager --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
+        "--gradient_checkpointing true --bf16 true --optim adamw_torch_fused --activation_offloading true "
+        "--max_length 4096 --use_peft true --lora_r 8 --lora_alpha 16 --lora_target_modules all-linear"
+    )
+    assert trl(replace(INTUITOR, algorithm="dpo")) == (
+        "trl dpo --model_name_or_path Qwen/Qwen2.5-1.5B --dataset_name DATASET --dtype float32 "
+        "--attn_implementation sdpa --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
+        "--gradient_checkpointing false --bf16 true --optim adamw_torch_fused --max_length 6144"
+    )
+    assert trl(replace(texts, algorithm="grpo", prompt_length=8)) is None  # whose trainer offloads nothing
+    assert trl(replace(INTUITOR, mlp_tiles=2)) is None
+    assert "--model_name_or_path MODEL " in trl(replace(INTUITOR, model=replace(INTUITOR.model, name="mine")))
+    start = "accelerate launch --num_processes 8 --num_machines 1 --mixed_precision bf16"
+    assert flags(INTUITOR)["accelerate"] == f"{start} --multi_gpu SCRIPT"
+    assert flags(replace(INTUITOR, gpus=1))["accelerate"] == f"{start.replace('8', '1', 1)} SCRIPT"
+    split = flags(replace(INTUITOR, tensor_parallel=2))["accelerate"].removeprefix(f"{start} --multi_gpu ")
+    sizes = "--parallelism_config_dp_replicate_size 4 --parallelism_config_tp_size 2"
+    assert split == f"--use_parallelism_config {sizes} SCRIPT"
+    whole = flags(replace(INTUITOR, gpus=2, context_parallel=2))["accelerate"]
+    assert whole.endswith(" --use_parallelism_config --parallelism_config_cp_size 2 SCRIPT")
+    zero = flags(replace(INTUITOR, sharding="zero1", tensor_parallel=2))["accelerate"]
+    assert zero == f"{start} --use_deepspeed --zero_stage 1 --gradient_accumulation_steps 1 SCRIPT"
     assert "--responses-per-prompt 4" in hint(replace(INTUITOR, responses_per_prompt=1))
 
 

@@ -234,7 +234,9 @@ def _by_rank(values: Iterable[Any]) -> str:
 
 
 def _ranks(where: list[int]) -> str:
-    return f"rank {where[0]}" if len(where) == 1 else f"ranks {', '.join(map(str, where[:4]))}"
+    if len(where) == 1:
+        return f"rank {where[0]}"
+    return f"ranks {', '.join(map(str, where[:4]))}" + (", ..." if len(where) > 4 else "")
 
 
 def _release(version: str) -> int:
