@@ -126,6 +126,21 @@ def test_nothing_as_large_as_the_logits(kind):
     assert measure(step, memory=True).peak < n * v  # a quarter of the logits' bytes
 
 
+@pytest.mark.parametrize(("kind", "margin"), [("arcface", 1.0), ("cosface", 0.9)])
+def test_an_edit_that_logprob_cannot_tell_the_others_of_is_refused(kind, margin):
+    """As far as it is taken, a label ahead by any lead has the right loss, where its log-prob is 0 in fp32, too."""
+    cosine = torch.tensor(math.cos(1.0), dtype=torch.float64)
+    most = 2 * math.sin(margin / 2) if kind == "arcface" else margin
+    scale = 71.0 / most
+    by = -scale * ((cosine - math.cos(1.0 + margin)) if kind == "arcface" else margin)
+    lead = torch.tensor([60.0, 80.0, 100.0, 120.0], dtype=torch.float64)
+    numbers = {"logprob": -F.softplus(-lead).float(), "label_logit": (scale * cosine).float().expand(4)}
+    got = of_stats(kind, ll.TokenStats(numbers), margin, scale)
+    torch.testing.assert_close(got.double(), F.softplus(-lead - by), rtol=1e-4, atol=2e-7)
+    with pytest.raises(OptionError, match=r"label's logit at most 71\.39 lower, in torch\.float32, got scale"):
+        of_stats(kind, ll.TokenStats(numbers), margin, scale * 1.01)
+
+
 def test_bad_options_are_named():
     x = torch.zeros(3)
     for scale in (0.0, math.inf, 10**400, torch.tensor(64.0), torch.full((3,), 64.0)):

@@ -26,10 +26,12 @@ def cosface(logprob: Tensor, scale: float = 64.0, margin: float = 0.35) -> Tenso
         z = scale * (cosine - margin * F.one_hot(labels, len(weight)))
         loss = F.cross_entropy(z, labels, reduction="none")
 
-    Reads `logprob`, of the logits scale · cosine. Raises OptionError for a scale or a margin that cannot be.
+    Reads `logprob`, of the logits scale · cosine. Raises OptionError for a scale or a margin that cannot be, and where
+    scale · margin passes 71 in fp32: of a label that is ahead by more `logprob` is 0.
     Wang et al., "CosFace: Large Margin Cosine Loss for Deep Face Recognition", arXiv:1801.09414.
     """
     _check(scale, margin, math.inf)
+    _check_move(logprob.dtype, scale, margin)
     return _with_label_moved(logprob, -scale * margin)
 
 
@@ -43,10 +45,12 @@ def arcface(logprob: Tensor, label_logit: Tensor, scale: float = 64.0, margin: f
 
     Reads `logprob` and `label_logit`, of the logits scale · cosine. As in the paper, the edited logit rises again where
     the angle is within `margin` of a half turn. The gradient of the angle's sine, infinite at an angle of 0, is left
-    out where the cosine is within rounding of 1 or -1. Raises ShapeError, and OptionError for a scale or a margin that
-    cannot be. Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", arXiv:1801.07698.
+    out where the cosine is within rounding of 1 or -1. Raises ShapeError, and OptionError as `cosface`, for an edit by
+    up to scale · 2 sin(margin / 2).
+    Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", arXiv:1801.07698.
     """
     _check(scale, margin, math.pi)
+    _check_move(logprob.dtype, scale, 2 * math.sin(margin / 2))
     same_shape(logprob, label_logit=label_logit)
     cosine = label_logit / scale
     sine = ((1 - cosine) * (1 + cosine)).clamp_min(torch.finfo(cosine.dtype).eps).sqrt()
@@ -68,3 +72,12 @@ def _check(scale: float, margin: float, most: float) -> None:
     if not isinstance(margin, Real) or not 0.0 <= margin <= min(most, sys.float_info.max):
         limit = "a number of at least 0" if math.isinf(most) else "a number, an angle in [0, pi]"
         raise OptionError(f"margin must be {limit}, got {margin!r}")
+
+
+def _check_move(dtype: torch.dtype, scale: float, most: float) -> None:
+    """Refuse an edit that lets others count whose log-sum-exp is further below the label's logit than logprob tells."""
+    info = torch.finfo(dtype)
+    limit = math.log(info.eps / info.tiny)
+    if scale * most > limit:
+        got = f"scale={scale:g} and a margin that lower it by up to {scale * most:.4g}"
+        raise OptionError(f"margin: expected the label's logit at most {limit:.4g} lower, in {dtype}, got {got}")
