@@ -19,6 +19,7 @@ SECOND_LOOK = (
     *("jsd", "kl_mixture", "reverse_kl_mixture", "excess"),
     *("acceptance", "total_variation", "ahead", "behind"),
 )
+IMPOSSIBLE = -1e4  # nats: a lower log-prob is of a probability of 0 in any dtype, but times a large number infinite
 # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone; a number that float32 holds exactly
 EMPTY = -5.000000075237331e29
 

@@ -69,6 +69,15 @@ def test_gradients_where_entries_are_impossible(own, other, backend):
             assert_near_in_norm(x, y, 4e-5, name, floor=4.0)
 
 
+def test_a_large_upstream_gradient_of_entropy_leaves_the_label_a_number(backend):
+    """It stands outside of its slice as a logit of -1e30, of which float32 does not hold so large a multiple."""
+    ops = operands((5,), 7, 67, bias=False, dtype=torch.float32)
+    entropy = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("entropy",), backend=backend).entropy.sum()
+    once = torch.autograd.grad(entropy, (ops.hidden, ops.weight), retain_graph=True)
+    for x, y in zip(once, torch.autograd.grad(2.0**34 * entropy, (ops.hidden, ops.weight)), strict=True):
+        assert torch.equal(y, 2.0**34 * x)
+
+
 MASKS = [-30.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf]
 MASKED = {"first": [0], "last": [502], "head": range(250), "tail": range(250, 503), "some": range(0, 503, 5)}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
+from ....algebra.online_softmax import IMPOSSIBLE, MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
 from ..logits import exp_, exp_into
 from ..moves import Moves
@@ -187,13 +187,13 @@ def logits_grad(
             terms.append((gap, -c["pD"]))
     log_p = torch.sub(z, totals.m[:, None], out=room("z", z)).sub_(totals.log_s[:, None])
     p = exp_into(log_p, room("w", z))
-    if "plogp" in c:
-        terms.append((log_p, c["plogp"]))
-    if "p2" in c:
-        terms.append((p.clone(), c["p2"]))
     shares = None
     if outside is not None:  # before what follows writes over log p
         shares = outside(share_of_tail(log_p, totals.tail_logprob[:, None], torch))
+    if "plogp" in c:
+        terms.append((log_p.clamp_(min=IMPOSSIBLE), c["plogp"]))
+    if "p2" in c:
+        terms.append((p.clone(), c["p2"]))
     dz = _times_p(p, terms, base, infinite)
     if "q" in c and z_ref is not None:
         log_q = torch.sub(z_ref, totals.m_ref[:, None], out=room("z_ref", z_ref)).sub_(totals.log_s_ref[:, None])

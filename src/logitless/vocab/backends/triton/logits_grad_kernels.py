@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .maths import (
+    IMPOSSIBLE,
     MASK,
     excess,
     expm1,
@@ -147,7 +148,7 @@ def ten_digits(x):
 @triton.jit
 def logits_grad(
     x, z_ref, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
-    BETA: tl.constexpr, INFINITE: tl.constexpr, CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr,
+    BETA: tl.constexpr, CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr,
     PM: tl.constexpr, AHEAD: tl.constexpr, P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, EXCESS: tl.constexpr,
 ):  # fmt: skip
     """dL/d(products) of a block of finite logits, 0 where x is MASK; with CAP where it is not `valid`, too.
@@ -172,11 +173,11 @@ def logits_grad(
             total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
             total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
     if PLOGP:
-        total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
+        total += load_rows(coefficients, 1, n, rows, live)[:, None] * tl.maximum(log_p, IMPOSSIBLE)
     if P2:
         total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
     dz = p * total
-    if PD or PM or (PLOGP and INFINITE):  # whose factors of p can be infinite
+    if PD or PM:  # whose factors of p can be infinite
         dz = times(p, total)
     if Q:
         m_ref = load_rows(totals, 4, n, rows, live)[:, None]
@@ -263,7 +264,7 @@ def logits_grad_slice(
             z_ref = finite(z_ref)
         dz = logits_grad(
             x, z_ref, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
-            BETA, BIAS, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
+            BETA, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
         )  # fmt: skip
         if TEN_DIGITS:
             dz = ten_digits(dz)

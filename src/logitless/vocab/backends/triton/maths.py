@@ -14,6 +14,7 @@ from ....algebra import online_softmax as algebra
 MASK = tl.constexpr(algebra.MASK)
 EMPTY = tl.constexpr(algebra.EMPTY)
 FAR = tl.constexpr(algebra.FAR)
+IMPOSSIBLE = tl.constexpr(algebra.IMPOSSIBLE)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 TAKEN = tl.constexpr(-(2**63) + 1)  # below the key of every entry, and of every empty place
 

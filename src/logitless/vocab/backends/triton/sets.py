@@ -95,7 +95,6 @@ def logits_grad(
             LABEL=entries.labels_at is not None,
             REF=z_ref is not None,
             CAP=policy.outer is not None,
-            INFINITE=chunk.may_be_infinite,
             BETA=chunk.jsd_beta,
             BLOCK=block,
             num_warps=max(1, block // 256),

@@ -145,7 +145,6 @@ def logits_grad_sets(
     LABEL: tl.constexpr,
     REF: tl.constexpr,
     CAP: tl.constexpr,
-    INFINITE: tl.constexpr,
     BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -176,7 +175,7 @@ def logits_grad_sets(
             y = finite(tl.load(z_ref + at, mask=inside, other=0.0)[None, :])
         dz = logits_grad(
             x, y, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
-            BETA, INFINITE, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
+            BETA, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
         )  # fmt: skip
         if LABEL:
             dz = tl.where(valid, dz, own[:, None])
