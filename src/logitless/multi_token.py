@@ -6,7 +6,7 @@ loss, each = multi_token_cross_entropy([hidden, *of_modules], head, input_ids, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,12 +172,18 @@ def _checked(
     return heads
 
 
-def _factors(weights: Sequence[float] | None, k: int, dtype: torch.dtype) -> list[float]:
+def floats_of(given: Iterable[Any], most: float) -> list[float]:
+    """The numbers, of Python's or in tensors of one; none where one of them is no number, or larger than `most`."""
     try:
-        given = [1.0] * k if weights is None else [*weights]
-        found = [float(weight) for weight in given if not isinstance(weight, str)]  # which `float` would read
+        numbers = [*given]
+        found = [float(x) for x in numbers if not isinstance(x, str)]  # which `float` would read
     except (TypeError, ValueError, OverflowError):  # of what is no number, or too large for a float
-        found = []
-    if len(found) != k or not all(abs(weight) <= torch.finfo(dtype).max for weight in found):
+        return []
+    return found if len(found) == len(numbers) and all(abs(x) <= most for x in found) else []
+
+
+def _factors(weights: Sequence[float] | None, k: int, dtype: torch.dtype) -> list[float]:
+    found = floats_of([1.0] * k if weights is None else weights, torch.finfo(dtype).max)
+    if len(found) != k:
         raise OptionError(f"weights: expected a number finite in {dtype} for each depth, {k} in all, got {weights!r}")
     return found

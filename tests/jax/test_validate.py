@@ -78,6 +78,8 @@ def of_z_loss(x):
         (OptionError, "softcap", lambda: LMHead(HEAD.weight, softcap=-1.0)),
         (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=math.nan)),
         (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=10**400)),
+        (OptionError, "scale must be a finite number, in float32", lambda: LMHead(HEAD.weight, scale=1e39)),
+        (OptionError, "z_loss: expected .* finite in float32", lambda: of_z_loss(1e300)),
         (OptionError, "positive number or None", lambda: LMHead(HEAD.weight, softcap=10**400)),
         (ShapeError, r"\(\.\.\., 3\)", lambda: token_stats(jnp.zeros((4, 2)), HEAD, LABELS)),
         (ShapeError, r"\(4,\)", lambda: token_stats(HIDDEN, HEAD, LABELS[:3])),

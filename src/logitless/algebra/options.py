@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterable, Set
 from numbers import Integral, Real
 from operator import index
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ..errors import OptionError
 from .stats import STATISTICS
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 # What a call gives without `want`, and the option that asks for it.
 BY_REQUEST = {
     "top_k": "top_k=k",
@@ -85,7 +86,7 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
 
 def check_bytes(name: str, size: float | None) -> None:
     """Raise OptionError for a size that is no positive number of bytes; None leaves it to who asks."""
-    number = isinstance(size, Real) and not isinstance(size, bool)
+    number = is_number(size) and not isinstance(size, bool)
     if size is not None and not (number and 1 <= size < math.inf):
         raise OptionError(f"{name}: expected a positive number of bytes or None, got {size!r}")
 
@@ -102,6 +103,11 @@ def is_number(x: object) -> TypeGuard[float]:
     return not (isinstance(x, int) and abs(x) > sys.float_info.max) and isinstance(x, Real)
 
 
+def is_in_float32(x: object) -> TypeGuard[float]:
+    """Whether x is a number that is finite in float32, too."""
+    return is_number(x) and abs(float(x)) <= LARGEST
+
+
 def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one: not a word of NumPy's, nor a tensor on meta."""
     if isinstance(x, Real):  # which torch.compile's own numbers are, that can be asked nothing else
@@ -109,6 +115,11 @@ def _holds_number(x: object) -> bool:
     if isinstance(x, str) or getattr(getattr(x, "dtype", None), "kind", "f") not in "biuf":
         return False
     return hasattr(x, "__float__") and not getattr(x, "is_meta", False) and math.prod(getattr(x, "shape", ())) == 1
+
+
+def _python(x: Any) -> Any:
+    """The number that x is or holds; as Python's where it is not, as NumPy's narrow ones have other ends."""
+    return x if isinstance(x, int | float) or not hasattr(x, "item") else x.item()
 
 
 def _shown(x: object) -> str:
@@ -127,5 +138,5 @@ def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
     if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {_shown(label_smoothing)}")
-    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf:
-        raise OptionError(f"z_loss: expected a weight of 0 or more, got {_shown(z_loss)}")
+    if not _holds_number(z_loss) or not 0 <= _python(z_loss) <= LARGEST:
+        raise OptionError(f"z_loss: expected a weight of 0 or more, finite in float32, got {_shown(z_loss)}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import jax
 from jax import Array
 
-from ..algebra.options import is_number, whole
+from ..algebra.options import is_in_float32, whole
 from ..errors import ConfigError, OptionError
 
 
@@ -48,7 +47,9 @@ class LMHead:
             raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {given!r}")
         object.__setattr__(self, "vocab_size", size)
         scale, cap = self.scale, self.softcap
-        if not is_number(scale) or not math.isfinite(scale):
-            raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {scale!r}")
-        if cap is not None and not (is_number(cap) and 0 < cap < math.inf):
-            raise OptionError(f"LMHead: softcap must be a positive number or None, got {cap!r}")
+        if not is_in_float32(scale):
+            raise OptionError(
+                f"LMHead: scale must be a finite number, in float32 too, known before tracing, got {scale!r}"
+            )
+        if cap is not None and not (is_in_float32(cap) and cap > 0):
+            raise OptionError(f"LMHead: softcap must be a positive number or None, and finite in float32, got {cap!r}")

@@ -407,8 +407,11 @@ def test_what_modules_cannot_be_beside():
         ll.install(model, multi_token=mtp)
     with pytest.raises(OptionError, match="weights: expected 2, one for each module, got 1"):
         MtpModules(mtp, (0.3,))
-    with pytest.raises(OptionError, match="expected finite numbers, one for each depth, got"):
-        MtpModules(mtp, (0.3, float("nan")))
+    for wrong in (float("nan"), 1e300, 10**400, "0.3", None):
+        with pytest.raises(OptionError, match="expected finite numbers, in float32 too, one for each depth, got"):
+            MtpModules(mtp, (0.3, wrong))
+        with pytest.raises(OptionError, match="expected finite numbers, in float32 too, one for each depth, got"):
+            MtpModules(mtp, main_weight=wrong)
 
 
 @pytest.mark.slow

@@ -301,6 +301,8 @@ def test_what_cross_entropy_has_no_use_for(name, backend):
         {"label_smoothing": 1.1},
         {"label_smoothing": float("nan")},
         {"z_loss": 10**400},
+        {"z_loss": 2**200},
+        {"memory_budget": 10**400},
         {"denominator": 10**400},
         {"reduction": "average"},
         {"reduction": None},

@@ -39,6 +39,12 @@ HEADS = {
     "negative softcap": (OptionError, {"softcap": -30.0}, ("softcap must be positive or None", "got -30.0")),
     "softcap of NaN": (OptionError, {"softcap": NAN}, ("softcap must be positive or None", "got nan")),
     "softcap beyond floats": (OptionError, {"softcap": 10**400}, ("softcap must be positive or None", "got 1000")),
+    "softcap beyond float32": (OptionError, {"softcap": 1e39}, ("softcap must be positive or None", "got 1e+39")),
+    "scale beyond float32": (
+        OptionError,
+        {"scale": -1e39},
+        ("scale must be a finite number, in float32", "got -1e+39"),
+    ),
     "scale of NaN": (OptionError, {"scale": NAN}, ("scale", "got nan")),
     "scale beyond floats": (OptionError, {"scale": -(10**400)}, ("scale must be a finite number", "got -1000")),
     "shard that is none": (OptionError, {"shard": 2}, ("shard must be a VocabShard or None", "got int")),

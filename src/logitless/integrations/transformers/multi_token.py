@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...algebra.options import LARGEST
 from ...errors import ConfigError, OptionError, ShapeError
+from ...multi_token import floats_of
 from ...vocab.face import LMHead, unwrapped
 from .lm_head import SHARDED, output_head
 
@@ -42,11 +44,14 @@ class MultiToken(nn.Module):
 
     def __init__(self, weights: Sequence[float], main_weight: float = 1.0) -> None:
         super().__init__()
-        self.weights, self.main_weight = tuple(map(float, weights)), float(main_weight)
+        *own, main = floats_of((*weights, main_weight), LARGEST) or [math.nan]
+        if not own:
+            raise OptionError(
+                "weights, main_weight: expected finite numbers, in float32 too, one for each depth, got "
+                f"{tuple(weights)!r} and {main_weight!r}"
+            )
+        self.weights, self.main_weight = tuple(own), main
         self.each: Tensor | None = None
-        if not self.weights or not all(math.isfinite(x) for x in (*self.weights, self.main_weight)):
-            got = f"{tuple(weights)!r} and {main_weight!r}"
-            raise OptionError(f"weights, main_weight: expected finite numbers, one for each depth, got {got}")
 
     def depths(self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> list[Tensor]:
         """The hidden states (B, T, H) of each depth, of the model's own (B, T, H) and the text (B, T) that it read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...algebra.options import is_number, whole_within
+from ...algebra.options import is_in_float32, whole_within
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .from_model import parts_of_model
@@ -71,10 +70,10 @@ class LMHead:
             size = whole_within("LMHead: vocab_size", self.vocab_size, 1, self.padded_rows, "weight's rows")
             object.__setattr__(self, "vocab_size", size)
         scale, cap = self.scale, self.softcap
-        if not is_number(scale) or not -math.inf < float(scale) < math.inf:
-            raise OptionError(f"LMHead: scale must be a finite number, got {scale}")
-        if cap is not None and not (is_number(cap) and 0 < cap < math.inf):
-            raise OptionError(f"LMHead: softcap must be positive or None, got {cap}")
+        if not is_in_float32(scale):
+            raise OptionError(f"LMHead: scale must be a finite number, in float32 too, got {scale}")
+        if cap is not None and not (is_in_float32(cap) and cap > 0):
+            raise OptionError(f"LMHead: softcap must be positive or None, and finite in float32, got {cap}")
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", None if self.softcap is None else float(self.softcap))
         _check_token_ids(self.token_ids, self.rows, self.weight)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from ...algebra.options import is_number
+from ...algebra.options import is_in_float32
 from ...errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..dtypes import dtype_of
 from .shard import check_plain, is_dtensor
@@ -48,8 +47,8 @@ class LowRank:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
         if self.a.device != self.b.device:
             raise DeviceError(f"LowRank: a is on {self.a.device}, b on {self.b.device}; move one")
-        if not is_number(self.scaling) or not -math.inf < float(self.scaling) < math.inf:
-            raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
+        if not is_in_float32(self.scaling):
+            raise OptionError(f"LowRank: scaling must be a finite number, in float32 too, got {self.scaling}")
         if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
         object.__setattr__(self, "scaling", float(self.scaling))
