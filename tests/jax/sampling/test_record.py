@@ -1,5 +1,7 @@
 """The record of `logitless.jax`: room for tokens that are yet to come, some of them, and another shape."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,17 @@ def test_one_step_is_written_and_read_and_the_others_stay():
         np.testing.assert_array_equal(found[:, 1], want, err_msg=name)
         np.testing.assert_array_equal(found[:, [0, 2]], before[:, [0, 2]], err_msg=name)
         np.testing.assert_array_equal(getattr(written[:, 1], name), want, err_msg=name)
+
+
+def test_an_index_past_the_end_is_refused_so_that_an_iteration_ends():
+    record = numbered((2, 3), 4)
+    assert [tuple(row.token.tolist()) for row in islice(record, 9)] == [(0, 1, 2), (3, 4, 5)]
+    for index in (2, -3, (0, 3), (slice(None), np.array([0, 3])), (..., 3)):
+        with pytest.raises(IndexError, match="is out of bounds for axis"):
+            record[index]
+        with pytest.raises(IndexError, match="is out of bounds for axis"):
+            record.write(index, numbered((), 4))
+    assert jax.jit(lambda x, i: x[i])(record, 1).token.tolist() == [3, 4, 5]
 
 
 def test_another_shape_of_the_tokens_leaves_their_entries_together():

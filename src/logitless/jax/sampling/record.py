@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ...algebra.options import whole_from, whole_within
@@ -53,14 +54,22 @@ class SampleRecord(Derived):
     def write(self, index: Any, part: SampleRecord) -> SampleRecord:
         """The record with `part` at an index of (...), as in `record = record.write((slice(None), t), step)`.
 
-        Raises OptionError.
+        Raises OptionError, IndexError.
         """
         self.check_part(part)
+        self._check_index(index)
         return jax.tree.map(lambda x, y: x.at[self.place(index, x)].set(y), self, part)
 
     def __getitem__(self, index: Any) -> SampleRecord:
-        """Some of the tokens: an index of (...)."""
+        """Some of the tokens: an index of (...). Raises IndexError."""
+        self._check_index(index)
         return jax.tree.map(lambda x: x[self.place(index, x)], self)
+
+    def _check_index(self, index: Any) -> None:
+        """NumPy's IndexError past the end, where JAX takes the last token, so that an iteration would not end."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, Array) for part in parts):  # whose values, of traced ones too, nobody asks for
+            np.broadcast_to(False, self.shape)[index]
 
     def reshape(self, *lead: int | tuple[int, ...]) -> SampleRecord:
         """The same tokens in another shape (...), in numbers or a tuple; -1 is what is left. Raises ShapeError."""
