@@ -110,6 +110,15 @@ def test_two_sided_clip(rollout):
     torch.testing.assert_close(a, losses.ppo_clip(logprob, old, advantages, delta=2.0))
 
 
+def test_cispo_of_an_impossible_token_is_nothing():
+    logprob = torch.tensor([-math.inf, -1.0, math.nan], requires_grad=True)
+    loss = losses.cispo(logprob, torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([2.0, 2.0, 2.0]))
+    (grad,) = torch.autograd.grad(loss[:2].sum(), logprob, retain_graph=True)
+    assert loss[:2].tolist() == [0.0, 2.0]
+    assert grad[:2].tolist() == [0.0, -2.0]
+    assert loss[2].isnan()
+
+
 @pytest.mark.parametrize("bound", [0.7, 1.0, 5.0])
 def test_cispo_takes_the_bound_itself(rollout, bound):
     z, labels, old, advantages = rollout

@@ -89,6 +89,14 @@ def test_dft_treats_its_weight_as_a_constant():
     assert unknown.grad.isnan()
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_focal_has_the_slope_of_nll_at_an_impossible_label(gamma):
+    impossible = torch.tensor([-math.inf, -1e38, -1e4], requires_grad=True)
+    loss = losses.focal(impossible, gamma)
+    assert torch.equal(loss, -impossible)
+    assert torch.autograd.grad(loss.sum(), impossible)[0].tolist() == [-1.0, -1.0, -1.0]
+
+
 def test_bad_options_are_named():
     x = torch.zeros(3)
     for smoothing in (1.5, -0.5, math.nan):

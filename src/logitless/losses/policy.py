@@ -137,7 +137,7 @@ def cispo(
     if not high > max(low, 0.0):
         raise OptionError(f"epsilon_high must be above 0 and 1 - clip_low = {low:g}, got {epsilon_high}")
     weight = ratio(logprob, old_logprob).clamp(low, high).detach()
-    return -weight * advantages * logprob
+    return -advantages * torch.where(weight == 0, 0.0, weight * logprob)  # 0 · inf is 0: of an impossible token
 
 
 def sapo(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ._numbers import same_shape
+from ._numbers import most, same_shape
 
 
 def nll(
@@ -60,7 +60,8 @@ def focal(logprob: Tensor, gamma: float = 2.0) -> Tensor:
     if not gamma >= 0.0:
         raise OptionError(f"gamma must be at least 0, got {gamma}")
     # Off zero, where a power below one has an infinite derivative.
-    missed = (-torch.expm1(logprob)).clamp_min(torch.finfo(logprob.dtype).tiny)
+    bounded = logprob.clamp_min(-most(logprob.dtype))  # whose slope would be 0 · inf at an impossible label
+    missed = (-torch.expm1(bounded)).clamp_min(torch.finfo(logprob.dtype).tiny)
     return -(missed**gamma) * logprob
 
 
