@@ -26,6 +26,10 @@ class Screen(Console, RenderHook):
         super().__init__(stderr=stderr, emoji=False)
         self.push_render_hook(self)
 
+    def print(self, *objects: Any, crop: bool = False, **how: Any) -> None:
+        """As rich does, but a line that is wider than the console keeps its end."""
+        super().print(*objects, crop=crop, **how)
+
     def render_str(self, text: str, **how: Any) -> Text:
         if how.get("markup") is False:
             return super().render_str(text, **how)

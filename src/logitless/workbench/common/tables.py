@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+FOLDED = 4  # characters to which a word is folded at most
+WIDEST = 10_000  # characters of a line that nothing is folded in
+
+
+class _Whole(Table):
+    """A table that is wider than its console where a number would lose its end, or a column its place, otherwise."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide, folds = options.update_width(WIDEST), 0
+        for column in self.columns:
+            sizes = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
+            if column.no_wrap:
+                column.min_width = max(size.maximum for size in sizes)
+            else:
+                folds += max(0, max(size.minimum for size in sizes) - FOLDED)
+        least = console.measure(self, options=wide).minimum - folds
+        return super().__rich_console__(console, options.update_width(max(options.max_width, least)))
 
 
 def columns(*names: str, ruled: bool = False) -> Table:
@@ -14,7 +33,7 @@ def columns(*names: str, ruled: bool = False) -> Table:
 
     ruled: with lines around every column, in the place of one below their names.
     """
-    table = Table() if ruled else Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _Whole() if ruled else _Whole(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
         right = name[0] == ">"
         table.add_column(name[1:], justify="right" if right else "left", no_wrap=name[0] != "<", overflow="fold")
