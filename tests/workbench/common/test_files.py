@@ -206,6 +206,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     assert names(tmp_path) == ["file", "link"]
 
 
+def test_a_picture_is_named_as_the_png_that_it_is(tmp_path):
+    for name in ("a.png", "A.PNG", "picture"):
+        check_outputs({"png": tmp_path / name})
+    for name in ("a.jpg", "a.png.svg"):
+        with pytest.raises(OptionError, match=rf"{name}: expected a name that ends in \.png, got \.{name[-3:]}; "):
+            check_outputs({"png": tmp_path / name})
+    check_outputs({"json": tmp_path / "a.jpg"})  # a text has any name
+
+
 OUTPUTS = {
     "plan": ["--json", "--png", "--html"],
     "profile": ["--json", "--png", "--html"],

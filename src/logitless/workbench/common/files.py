@@ -113,6 +113,8 @@ def check_outputs(
             raise OptionError(f"--{name} -: expected a file to write; --json alone takes - for standard output")
         _check_writable(f"--{name}", path, new_folders)
         _check_no_runs(name, path)
+        if name == "png" and path.suffix.lower() not in ("", ".png"):
+            raise OptionError(f"--png {path}: expected a name that ends in .png, got {path.suffix}; it draws no other")
     files = [(f"--{name}", path, target(path)) for name, path in places if not path.is_char_device()]
     for (option, path, real), (other, _, same) in combinations(files, 2):
         if real == same:
