@@ -49,6 +49,8 @@ def test_it_learns_and_says_so_on_its_page(done):
     assert after < 0.9 * before
     text = (place / "demo.html").read_text()
     assert f"{before:.1f} → {after:.1f}" in text
+    trained, every = (summary["training"][name] for name in ("trainable_parameters", "parameters"))
+    assert f"LoRA trains {trained:,} parameters, of {every:,} parameters in all" in text
     assert summary["page"] == str(place / "demo.html")
     assert text.count('<img alt="') == 2
     assert all(question in text for question in (*QUESTIONS, *summary["questions"]["held_out"]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...pages import document, fill, script_value
 from ...sample import page as samples
-from ...units import one_unit, plural
+from ...units import format_parameters, one_unit, plural
 
 ASSETS = Path(__file__).with_name("assets")
 WHEN = ("before", "after")
@@ -72,6 +72,7 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, its number, what it means) of each headline."""
     before, after, training = summary["before"], summary["after"], summary["training"]
     memory = training["step_memory"]
+    trained, every = (format_parameters(training[name]) for name in ("trainable_parameters", "parameters"))
     tiles = [
         (
             "perplexity of unseen answers",
@@ -81,8 +82,7 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "training",
             plural(training["tokens"], "token"),
-            f"in {plural(training['steps'], 'step')}; LoRA: {training['trainable_parameters'] / 1e6:.1f} of "
-            f"{training['parameters'] / 1e6:.0f} M parameters learn",
+            f"in {plural(training['steps'], 'step')}; LoRA trains {trained}, of {every} in all",
         ),
     ]
     if all("peak_bytes" in found for found in memory.values()):
