@@ -70,9 +70,9 @@ class PlanConfig:
     validation_length: int = 0
     """Tokens of a response in validation; 0: no longer than in training."""
     micro_batch: int = 0
-    """Rows of a forward pass, on each GPU (for dpo: pairs); 0: all that a GPU has."""
+    """Rows of a forward pass, on each GPU (for dpo: pairs); 0, or more than a GPU has: all that it has."""
     rollout_batch: int = 0
-    """Sequences generated at a time, on each GPU; 0: all that a GPU has."""
+    """Sequences generated at a time, on each GPU; 0, or more than a GPU has: all that it has."""
     gpus: str = "1x80GiB"
     """How many GPUs and the memory of one: 8x80GiB, 1x24GB."""
     reserve: str = "2GiB"

@@ -73,7 +73,8 @@ class AlignConfig(RunOptions):
     """Which of these two comes first: transformers takes --top-p of all entries, vllm of what --min-p leaves."""
     rewards: str | None = None
     """Further rewards, separated by commas, are python_lines, repetition_guard or module:function, each once, with
-    =WEIGHT if not 1. By default it is python_lines for grpo and rloo, and none for intuitor."""
+    =WEIGHT if not 1. By default it is python_lines for grpo and rloo, and none for intuitor. A run with a
+    function of a module goes on with --resume DIR --trust-config."""
     self_certainty_weight: float = 1.0
     """How much intuitor's own reward weighs beside the others."""
     repetition_guard: float | None = None

@@ -46,7 +46,7 @@ class GradeConfig(RunOptions):
     """The reward is the probability of this label of the classifier. Default: 1, or 0 where it has one label alone."""
     token_reward: str | None = None
     """In the place of a reward model, a rule: module:function, which gives a number for the text of one token. The
-    reward is its mean over a continuation's tokens."""
+    reward is its mean over a continuation's tokens. Such a run goes on with --resume DIR --trust-config."""
     data: str | None = None
     """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
     library."""
