@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -67,6 +68,26 @@ def test_the_policy_without_its_adapters_is_the_reference():
     later.backward(later.kl.sum())
     assert all(p.grad is None for n, p in model.named_parameters() if "lora" not in n)
     assert any(bool(p.grad.any()) for n, p in model.named_parameters() if "lora_A" in n)
+
+
+def test_no_layer_is_asked_for_its_status_at_a_token(monkeypatch):
+    """As `disable_adapter` asks all modules, for as long as a small model takes to read one; what is off stays off."""
+    model = with_adapters(TINY["qwen3-tied"].build(VOCAB), 4).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    ids, mask, _ = prompts()
+    read = model.get_input_embeddings()(ids).detach(), mask, None
+    with model.disable_adapter():
+        expected = reader_of(model, VOCAB).body(*read)[0]
+    off = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    off.enable_adapters(False)
+    monkeypatch.setattr(type(model), "get_model_status", None)
+    assert reader_of(model, VOCAB, without_adapters=True).body(*read)[0].equal(expected)
+    enabled = [not x.disable_adapters for x in model.modules() if isinstance(x, BaseTunerLayer)]
+    assert off.disable_adapters
+    assert sum(enabled) == len(enabled) - 1 > 0
 
 
 def test_without_adapters_is_of_a_model_that_has_some():

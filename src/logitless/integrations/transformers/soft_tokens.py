@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +39,12 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
             "as it was in its place"
         )
 
+    layers = _adapted(model) if without_adapters else []
+
     def aside() -> AbstractContextManager[Any]:
-        return model.disable_adapter() if without_adapters else nullcontext()
+        if without_adapters and not layers:  # a learned prompt, which no layer holds
+            return model.disable_adapter()
+        return _disabled(layers)
 
     def body(embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         with aside():
@@ -50,6 +55,27 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
             return replace(LMHead.of(model), vocab_size=vocab_size)
 
     return Reader(body, table_of(causal_lm(model), vocab_size), head)
+
+
+def _adapted(model: Any) -> list[Any]:
+    """The layers of a PeftModel whose adapters are enabled."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    adapted = (x for x in model.modules() if isinstance(x, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    return [x for x in adapted if not x.disable_adapters]
+
+
+@contextmanager
+def _disabled(layers: list[Any]) -> Iterator[None]:
+    """Layers without their adapters: `disable_adapter` also asks for every module's status, for as long as a token."""
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
