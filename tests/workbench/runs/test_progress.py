@@ -68,12 +68,12 @@ def test_a_terminal_shows_what_runs_now():
     [
         (["verify", "--vocab-size", "500"], {"float32, mean", "float32, none", "bfloat16, mean", "bfloat16, none"}),
         (
-            ["profile", "--model", "tiny", "--context-length", "64", "--savings", "lora"],
+            ["profile", "--model", "MODEL", "--context-length", "64", "--savings", "lora"],
             {"dense loss", "logitless loss", "lora"},
         ),
     ],
 )
-def test_slow_commands_say_what_they_do(monkeypatch, capsys, command, told):
+def test_slow_commands_say_what_they_do(micro, monkeypatch, capsys, command, told):
     heard = []
 
     class Heard:
@@ -84,5 +84,5 @@ def test_slow_commands_say_what_they_do(monkeypatch, capsys, command, told):
             pass
 
     monkeypatch.setattr(progress, "working", lambda screen: Heard())
-    assert main(command) == 0
+    assert main([str(micro.model) if word == "MODEL" else word for word in command]) == 0
     assert {what.partition(", ")[2] for what in heard} == told
