@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import (
@@ -88,6 +89,25 @@ def test_no_layer_is_asked_for_its_status_at_a_token(monkeypatch):
     enabled = [not x.disable_adapters for x in model.modules() if isinstance(x, BaseTunerLayer)]
     assert off.disable_adapters
     assert sum(enabled) == len(enabled) - 1 > 0
+
+
+def test_the_reference_of_a_model_whose_adapters_are_off_leaves_them_off():
+    model = with_adapters(TINY["qwen3-tied"].build(VOCAB), 4).eval()
+    ids, mask, _ = prompts()
+    reference = reader_of(model, VOCAB, without_adapters=True)
+    model.base_model.disable_adapter_layers()
+    reference.body(model.get_input_embeddings()(ids), mask, None)
+    assert all(x.disable_adapters for x in model.modules() if isinstance(x, BaseTunerLayer))
+    model.base_model.enable_adapter_layers()
+    reference.body(model.get_input_embeddings()(ids), mask, None)
+    assert not any(x.disable_adapters for x in model.modules() if isinstance(x, BaseTunerLayer))
+
+
+def test_trained_biases_stay_in_the_reference_and_are_warned_of():
+    model = get_peft_model(TINY["qwen3-tied"].build(VOCAB), LoraConfig(target_modules=["q_proj"], bias="all"))
+    ids, mask, _ = prompts()
+    with pytest.warns(UserWarning, match="with bias configured to be 'all' does not produce the same output"):
+        reader_of(model, VOCAB, without_adapters=True).body(model.get_input_embeddings()(ids), mask, None)
 
 
 def test_without_adapters_is_of_a_model_that_has_some():

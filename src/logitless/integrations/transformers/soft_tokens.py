@@ -42,9 +42,7 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
     layers = _adapted(model) if without_adapters else []
 
     def aside() -> AbstractContextManager[Any]:
-        if without_adapters and not layers:  # a learned prompt, which no layer holds
-            return model.disable_adapter()
-        return _disabled(layers)
+        return model.disable_adapter() if without_adapters and not layers else _disabled(layers)
 
     def body(embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         with aside():
@@ -58,23 +56,28 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
 
 
 def _adapted(model: Any) -> list[Any]:
-    """The layers of a PeftModel whose adapters are enabled."""
+    """The layers of a PeftModel that have adapters; none where PEFT does more than turn them off.
+
+    As with a learned prompt, which no layer holds, and trained biases, which stay: PEFT warns of them.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    adapted = (x for x in model.modules() if isinstance(x, BaseTunerLayer | AuxiliaryTrainingWrapper))
-    return [x for x in adapted if not x.disable_adapters]
+    if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
+        return []
+    return [x for x in model.modules() if isinstance(x, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 
 
 @contextmanager
 def _disabled(layers: list[Any]) -> Iterator[None]:
     """Layers without their adapters: `disable_adapter` also asks for every module's status, for as long as a token."""
+    enabled = [layer for layer in layers if not layer.disable_adapters]
     try:
-        for layer in layers:
+        for layer in enabled:
             layer.enable_adapters(False)
         yield
     finally:
-        for layer in layers:
+        for layer in enabled:
             layer.enable_adapters(True)
 
 
