@@ -6,6 +6,7 @@ import pytest
 
 from logitless.cli.screen import Screen
 from logitless.workbench.common.tables import columns
+from logitless.workbench.evaluation.report import _table_of_tasks
 
 
 @pytest.mark.parametrize("ruled", [False, True])
@@ -32,3 +33,12 @@ def test_what_is_folded_keeps_its_letters_whatever_the_width():
     parts, *others = (line.split() for line in screen.file.getvalue().splitlines()[3:] if line.strip())
     assert parts[1:] == ["11,870", "MiB"]
     assert "".join([parts[0], *(part for (part,) in others)]) == "log-probability"
+
+
+def test_a_metric_is_whole_on_a_narrow_terminal():
+    metric = {"bits_per_byte": {"value": 1234.5678, "standard_error": 0.1234}}
+    found = {"documents": 123_456, "metrics": metric, "certainty": None}
+    screen = Screen()
+    screen.file, screen.width = io.StringIO(), 30
+    screen.print(_table_of_tasks({"a_task_of_a_long_name": found}))
+    assert all(number in screen.file.getvalue() for number in ("123,456", "1234.5678", "0.1234", "standard error"))

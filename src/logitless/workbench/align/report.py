@@ -11,11 +11,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
 
 from ...printable import on_one_line
 from ...units import format_parameters, one_unit, plural
 from ..common.plots import DENSE, GREY, LOGITLESS, finish
+from ..common.tables import WholeTable
 from ..runs import examples
 from .config import METHODS
 
@@ -87,7 +87,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
     """The steps as a table, then what held-out rows, time and memory came to."""
     method, steps = summary["method"], steps_of(records)
     columns = columns_of(method, steps)
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = WholeTable(box=None, padding=(0, 2, 0, 0))
     for name in ("steps", *(title for _, title, _, _ in columns)):
         table.add_column(name, justify="right", no_wrap=True)
     for part in stretches(steps):

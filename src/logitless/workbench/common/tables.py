@@ -13,7 +13,7 @@ FOLDED = 4  # characters to which a word is folded at most
 WIDEST = 10_000  # characters of a line that nothing is folded in
 
 
-class _Whole(Table):
+class WholeTable(Table):
     """A table that is wider than its console where a number would lose its end, or a column its place, otherwise."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -33,7 +33,7 @@ def columns(*names: str, ruled: bool = False) -> Table:
 
     ruled: with lines around every column, in the place of one below their names.
     """
-    table = _Whole() if ruled else _Whole(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = WholeTable() if ruled else WholeTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
         right = name[0] == ">"
         table.add_column(name[1:], justify="right" if right else "left", no_wrap=name[0] != "<", overflow="fold")
@@ -42,7 +42,7 @@ def columns(*names: str, ruled: bool = False) -> Table:
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
     """Names and values side by side; a file's name is no markup."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = WholeTable(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:

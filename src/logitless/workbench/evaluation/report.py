@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ...units import format_perplexity, perplexity, plural
 from ..common.files import arrow_file
+from ..common.tables import WholeTable
 from ..scoring.summary import measured_rows, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
@@ -157,10 +158,11 @@ def ratio_value(ratio: float) -> str:
 
 
 def _table_of_tasks(tasks: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = WholeTable(box=None, padding=(0, 2, 0, 0))
     table.add_column("task", overflow="fold")
     for name in ("documents", "metric", "value", "standard error"):
-        table.add_column(name, justify="left" if name == "metric" else "right")
+        number = name != "metric"
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for task, found in tasks.items():
         for metric, value, deviation in metrics_of(found):
             error = "" if deviation is None else f"{deviation:.4f}"

@@ -18,6 +18,7 @@ from ....pages import document
 from ....units import one_unit, plural
 from ...common.files import write_text
 from ...common.say import say
+from ...common.tables import WholeTable
 from ...runs.examples import cut
 from .criteria import MET, NOT_MET, beside_legacy, criteria
 from .intervals import FEWEST, SAID, differences, interval, shown
@@ -186,7 +187,7 @@ def show(summary: Record, console: Console) -> None:
             shown.add_row(*row)
         console.print(shown, highlight=False)
     say(console, f"\n{_promised(summary)}")
-    shown = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+    shown = WholeTable(box=None, padding=(0, 1, 0, 0), show_header=False)
     shown.add_column(no_wrap=True)
     for verdict, *rest in _criteria(summary):
         shown.add_row(Text(verdict, VERDICTS.get(verdict, "")), *rest)
@@ -195,7 +196,7 @@ def show(summary: Record, console: Console) -> None:
 
 
 def _table(columns: Sequence[str]) -> Table:
-    shown = Table(box=None, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
+    shown = WholeTable(box=None, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
     for i, name in enumerate(columns):
         shown.add_column(name, justify="right" if i else "left", no_wrap=True)
     return shown
