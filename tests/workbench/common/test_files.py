@@ -207,7 +207,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
 
 
 def test_a_picture_is_named_as_the_png_that_it_is(tmp_path):
-    for name in ("a.png", "A.PNG", "picture"):
+    for name in ("a.png", "A.PNG", "picture", "qwen2.5-1.5b"):
         check_outputs({"png": tmp_path / name})
     for name in ("a.jpg", "a.png.svg"):
         with pytest.raises(OptionError, match=rf"{name}: expected a name that ends in \.png, got \.{name[-3:]}; "):

@@ -28,9 +28,10 @@ def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Re
     Dense equivalent: `body(embeds, mask, None)[0]` is `model.base_model(inputs_embeds=embeds).last_hidden_state`, with
     PEFT that of `model.get_base_model()`.
     vocab_size: how many entries there are, such as the tokenizer's highest id + 1; rows of padding behind do not exist.
-    without_adapters: the model that PEFT's adapters were put on. Where an embedding is trained, make it anew after each
-    step. Raises ConfigError for an embedding that is not a table, and for a model whose layers do not all keep keys and
-    values of one shape. Memory: no copy, but of the table where the model multiplies its rows (Gemma).
+    without_adapters: the model that PEFT's adapters were put on. Make it anew where an adapter is added, and after each
+    step where an embedding is trained. Raises ConfigError for an embedding that is not a table, and for a model whose
+    layers do not all keep keys and values of one shape. Memory: no copy, but of the table where the model multiplies
+    its rows (Gemma).
     """
     _check_layers(causal_lm(model))
     if without_adapters and not hasattr(model, "disable_adapter"):

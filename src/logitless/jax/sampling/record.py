@@ -61,7 +61,7 @@ class SampleRecord(Derived):
         return jax.tree.map(lambda x, y: x.at[self.place(index, x)].set(y), self, part)
 
     def __getitem__(self, index: Any) -> SampleRecord:
-        """Some of the tokens: an index of (...). Raises IndexError."""
+        """Some of the tokens: an index of (...). Raises IndexError, unless a JAX array is in it, which JAX clamps."""
         self._check_index(index)
         return jax.tree.map(lambda x: x[self.place(index, x)], self)
 

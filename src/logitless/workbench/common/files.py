@@ -24,6 +24,7 @@ from .written import OWN, RUN_FILE
 TEMPORARY = ".tmp"
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # open files by number: - is standard output
 MADE_ANEW = "delete it, and --resume makes it anew"
+OTHER_PICTURES = {".bmp", ".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".ps", ".svg", ".tif", ".tiff", ".webp"}
 MOST_OF_NAME = 40  # characters of a file's name that its temporary folder's begins with: names end at 255 bytes
 
 
@@ -113,7 +114,7 @@ def check_outputs(
             raise OptionError(f"--{name} -: expected a file to write; --json alone takes - for standard output")
         _check_writable(f"--{name}", path, new_folders)
         _check_no_runs(name, path)
-        if name == "png" and path.suffix.lower() not in ("", ".png"):
+        if name == "png" and path.suffix.lower() in OTHER_PICTURES:
             raise OptionError(f"--png {path}: expected a name that ends in .png, got {path.suffix}; it draws no other")
     files = [(f"--{name}", path, target(path)) for name, path in places if not path.is_char_device()]
     for (option, path, real), (other, _, same) in combinations(files, 2):
