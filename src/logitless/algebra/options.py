@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from ..errors import OptionError
 from .stats import STATISTICS
 
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32
+MOST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 # What a call gives without `want`, and the option that asks for it.
 BY_REQUEST = {
     "top_k": "top_k=k",
@@ -105,7 +105,7 @@ def is_number(x: object) -> TypeGuard[float]:
 
 def is_in_float32(x: object) -> TypeGuard[float]:
     """Whether x is a number that is finite in float32, too."""
-    return is_number(x) and abs(float(x)) <= LARGEST
+    return is_number(x) and abs(float(x)) <= MOST_FLOAT
 
 
 def _holds_number(x: object) -> bool:
@@ -138,5 +138,5 @@ def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
     if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {_shown(label_smoothing)}")
-    if not _holds_number(z_loss) or not 0 <= _python(z_loss) <= LARGEST:
+    if not _holds_number(z_loss) or not 0 <= _python(z_loss) <= MOST_FLOAT:
         raise OptionError(f"z_loss: expected a weight of 0 or more, finite in float32, got {_shown(z_loss)}")

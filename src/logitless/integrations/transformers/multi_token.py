@@ -6,7 +6,6 @@ residual blocks with vocabularies of their own; any other kind is a `MultiToken`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...algebra.options import LARGEST
+from ...algebra.options import MOST_FLOAT
 from ...errors import ConfigError, OptionError, ShapeError
 from ...multi_token import floats_of
 from ...vocab.face import LMHead, unwrapped
@@ -44,13 +43,13 @@ class MultiToken(nn.Module):
 
     def __init__(self, weights: Sequence[float], main_weight: float = 1.0) -> None:
         super().__init__()
-        *own, main = floats_of((*weights, main_weight), LARGEST) or [math.nan]
-        if not own:
+        found = floats_of((*weights, main_weight), MOST_FLOAT)
+        if len(found) < 2:
             raise OptionError(
                 "weights, main_weight: expected finite numbers, in float32 too, one for each depth, got "
                 f"{tuple(weights)!r} and {main_weight!r}"
             )
-        self.weights, self.main_weight = tuple(own), main
+        self.weights, self.main_weight = tuple(found[:-1]), found[-1]
         self.each: Tensor | None = None
 
     def depths(self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> list[Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...algebra.options import MOST_FLOAT
 from ...algebra.rules import TEMPERATURES, Order, is_temperature
 from ...errors import OptionError
-from ..common.options import DEFAULT_MODEL, MOST_FLOAT, Count, ReportTo, RunOptions, TrainedModel, require
+from ..common.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
 
 
 @dataclass(frozen=True)

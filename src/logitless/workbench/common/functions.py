@@ -11,14 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...algebra.options import MOST_FLOAT
 from ...errors import LogitlessError, OptionError, is_out_of_memory
-from .options import MOST_FLOAT
 
 HERE = Path(__file__).parents[2]  # of the package
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is finite in float32. Raises what `math.isfinite` does for anything else."""
+    """Whether a number is finite in float32, as rewards and losses are. Raises what `math.isfinite` does for others."""
     return math.isfinite(value) and abs(float(value)) <= MOST_FLOAT
 
 

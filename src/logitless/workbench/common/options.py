@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from ...algebra.options import MOST_FLOAT
 from ...errors import OptionError, in_one_line
 from ...units import parse_bytes
 
@@ -23,7 +24,6 @@ SMALL_MODEL = "runs/small/model"  # trained first where it does not exist
 MEMORY_BUDGET = "256MiB"
 LEAST_BUDGET = 1000  # bytes: from far smaller slices no run would ever end
 MOST = 2**31  # of tokens, steps, entries
-MOST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32, in which rewards and losses are
 
 
 @dataclass(frozen=True)
